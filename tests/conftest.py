@@ -19,6 +19,7 @@ import pytest
 from nbformat import NotebookNode
 from rich.console import Console
 
+from course_lib.core import CourseError
 from course_lib.notebooks.build import build
 from course_lib.notebooks.lessons import Lesson
 from tests.browser import browser, screenshots  # noqa: F401 - fixtures
@@ -280,6 +281,17 @@ def pools():
     yield pool
     for ranks in started.values():
         ranks.close()
+
+
+@pytest.fixture(scope="session")
+def bubblewrap() -> None:
+    """Bubblewrap, in which hostile submissions run; where it cannot work, these are skipped."""
+    from course_lib.grading.sandbox import find_sandbox
+
+    try:
+        find_sandbox()
+    except CourseError as problem:
+        pytest.skip(str(problem))
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ PATTERNS = tomllib.loads((ROOT / "tests/tiers.toml").read_text())
 TIERS = {"quick": ("ci", "nightly"), "ci": ("nightly",), "all": ()}  # what each leaves out
 IN_SANDBOXES = (
     *("test_hostile_acts.py", "test_sandbox.py", "test_hostile_runs.py", "test_hostile_answers.py"),
-    *("test_class_run.py", "test_instructor_guide.py"),
+    *("test_class_run.py", "test_grade_command.py", "test_instructor_guide.py"),
 )
 # The longest first: begun last, they would keep one worker busy and the others idle.
 LONGEST = (

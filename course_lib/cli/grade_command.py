@@ -18,11 +18,8 @@ from course_lib.core.plain_text import one_line
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for Jupyter
     from course_lib.grading.graded import Graded
-    from course_lib.grading.sandbox import Sandbox
     from course_lib.grading.submission import HandedIn
     from course_lib.grading.task import GradingTask
-
-KINDS = "bubblewrap, namespaces, other uid or same uid"
 
 
 def add_grade_command(app: typer.Typer) -> None:
@@ -49,8 +46,9 @@ Jobs = Annotated[
 Timeout = Annotated[
     float, typer.Option("--timeout", min=1, help="Time limit of a cell, in seconds.")
 ]
-Kind = Annotated[
-    str, typer.Option("--sandbox", metavar="KIND", help=f"{KINDS}. Default: the best.")
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Grade without isolation where bubblewrap cannot work."),
 ]
 Students = Annotated[
     Path | None,
@@ -64,7 +62,7 @@ def grade(
     out: Out = Path("grades"),
     jobs: Jobs = 0,
     timeout_s: Timeout = 60,
-    kind: Kind = "",
+    trust: Trust = False,
     students: Students = None,
 ) -> None:
     """Grade the submissions of a class. The exit code is 0 if all of them could be judged.
@@ -75,6 +73,7 @@ def grade(
     from course_lib.grading import class_run
     from course_lib.grading.gradebook import Gradebook
     from course_lib.grading.release import read_class
+    from course_lib.grading.sandbox import WARNING, find_sandbox
     from course_lib.grading.submission import find_submissions
 
     task = _task(name, folder)
@@ -82,7 +81,9 @@ def grade(
     submissions = find_submissions(folder, task.name)
     if not submissions:
         raise CourseError(f"{folder}: need notebooks (.ipynb) or zips of them; found no file.")
-    sandbox = _sandbox(kind)
+    sandbox = find_sandbox(trust=trust)
+    if sandbox.trusts:
+        print(WARNING, file=sys.stderr)
     with (
         Gradebook(out, task.points) as book,
         class_run.graders(task, sandbox, jobs or class_run.num_jobs(), timeout_s) as made,
@@ -111,19 +112,6 @@ def _demand_clone() -> None:
             "course grade: expected a clone of the course; got an installed package, whose "
             "solutions a submission could read. Try git clone, make environment, and again there."
         )
-
-
-def _sandbox(kind: str) -> "Sandbox":
-    """Return the sandbox of a kind, or the best; tell what it does not protect."""
-    from course_lib.grading.sandbox import find_sandbox
-
-    try:
-        sandbox = find_sandbox(kind)
-    except (ValueError, RuntimeError) as error:
-        raise CourseError(str(error)) from None
-    if sandbox.warning:
-        print(f"{sandbox.kind}: {sandbox.warning}", file=sys.stderr)
-    return sandbox
 
 
 @contextmanager

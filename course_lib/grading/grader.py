@@ -232,10 +232,12 @@ class Grader:
                 shutil.copytree(group.course / part, work / part)
             elif (group.course / part).exists():
                 shutil.copy(group.course / part, work)
+        at = self.sandbox.at
+        here = at(work, "/work")
         wall_s = START_S + len(notebook.cells) * (self.timeout_s + STOPPED_S)
         wants_ranks = any(f"check-{key}" in _ids(notebook) for key in self.task.on_ranks)
         later = {} if wants_ranks else {LATER: "1"}
-        words = ["-m", "course_lib.grading.inside", "/work/merged.ipynb", f"{self.timeout_s:g}"]
+        words = ["-m", "course_lib.grading.inside", f"{here}/merged.ipynb", f"{self.timeout_s:g}"]
         return self.sandbox.run(
             [sys.executable, *words],
             work=work,
@@ -243,9 +245,9 @@ class Grader:
             read_only={group.course / "course_lib": Path("/course/course_lib")},
             limits=replace(self.limits, wall_s=wall_s),
             env={
-                "PYTHONPATH": "/course",
-                OUT_FOLDER: "/out",
-                "COURSE_ASSIGNMENT": "/work",
+                "PYTHONPATH": at(group.course, "/course"),
+                OUT_FOLDER: at(out, "/out"),
+                "COURSE_ASSIGNMENT": here,
                 **later,
             },
         )

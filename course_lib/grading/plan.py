@@ -1,71 +1,58 @@
-"""The plan of a sandbox: what is bound where, which limits the kernel keeps, which environment.
-
-The launcher carries it out, or bubblewrap does its first half.
-"""
+"""The plan of a run: what bubblewrap binds where, and the environment, uid and limits inside."""
 
 import os
+import pwd
+import secrets
 import shutil
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from course_lib.grading.staged import StagedRoot
+from course_lib.core import CourseError
 from course_lib.grading.watchdog import RunLimits, processes
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 HOME = "/home/learner"
 SCRATCH = ("/out", "/tmp", "/dev/shm", HOME)
-PRIVATE = ("HOME", "IPYTHONDIR", "TMPDIR")  # folders that the environment names
 INNER_UID = 1000  # in a user namespace, where it is this user outside
+FREE_UIDS = range(20_000, 60_000)  # inside what a container usually has
 MORE_THREADS = 50  # the watchdog, which says why, comes before the limit of the kernel
 FROM_ETC = ("alternatives", "hosts", "ld.so.cache", "localtime", "nsswitch.conf")
 TOP_FOLDERS = ("bin", "lib", "lib32", "lib64", "libx32", "sbin")  # often links into /usr
 
 
 def make_plan(
-    kind: str, uid: int, bound: Mapping[Path, Path], limits: RunLimits, env: Mapping[str, str]
+    uid: int,
+    limits: RunLimits,
+    env: Mapping[str, str],
+    *,
+    watched: Sequence[str] = SCRATCH,
+    home: str = HOME,
+    tmp: str = "/tmp",
 ) -> dict[str, Any]:
     """Return what the launcher does: everything but the command and its channel."""
-    tops = [Path("/", name) for name in TOP_FOLDERS]
-    system = [Path("/usr"), *(top for top in tops if top.is_dir() and not top.is_symlink())]
-    etc = [path for name in FROM_ETC if (path := Path("/etc", name)).exists()]
-    same = [(path, path) for path in (*system, *etc, *python_folders())]
     own = 0 if uid else num_own_threads()
     programs = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-    fixed = {"PATH": programs, "HOME": HOME, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-    fixed |= {"IPYTHONDIR": f"{HOME}/.ipython", "TMPDIR": "/tmp", "USER": "learner"}
+    fixed = {"PATH": programs, "HOME": home, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    fixed |= {"IPYTHONDIR": f"{home}/.ipython", "TMPDIR": tmp, "USER": "learner"}
     return {
-        "kind": kind,
         "uid": uid,
-        "inner_uid": INNER_UID,
-        "links": [(str(top), os.readlink(top)) for top in tops if top.is_symlink()],
-        "read_only": [(str(path), str(inner)) for path, inner in (*same, *bound.items())],
-        "scratch": [(place, limits.disk_bytes) for place in SCRATCH],
-        "watched": SCRATCH,
+        "watched": watched,
         "rlimits": {
             "NPROC": limits.processes + MORE_THREADS + own,
             "FSIZE": limits.disk_bytes,
             "CORE": 0,
         },
-        "folder": "/tmp",
+        "folder": tmp,
         "env": {**fixed, **env},
     }
 
 
-def in_stage(plan: Mapping[str, Any], staged: StagedRoot) -> dict[str, Any]:
-    """Return what changes in a plan where inner paths are paths of a stage."""
-    env = {name: staged.translated(value) for name, value in plan["env"].items()}
-    return {
-        "watched": [staged.path(place) for place in SCRATCH if place != "/dev/shm"],
-        "folder": staged.path("/tmp"),
-        "command": [staged.translated(word) for word in plan["command"]],
-        "env": env | {name: staged.path(plan["env"][name]) for name in PRIVATE},
-    }
-
-
-def bubblewrap(plan: Mapping[str, Any]) -> list[str]:
-    """Return bubblewrap's command line.
+def bubblewrap(uid: int, bound: Mapping[Path, Path], limits: RunLimits) -> list[str]:
+    """Return bubblewrap's command line, with {path: inner path} of what is read-only inside.
 
     As root, it keeps the rights that the launcher needs to take another uid. Otherwise a user
     namespace makes this user another one, which is the same outside.
@@ -76,19 +63,23 @@ def bubblewrap(plan: Mapping[str, Any]) -> list[str]:
     user = ["--unshare-user", "--uid", str(INNER_UID), "--gid", str(INNER_UID)]
     program = shutil.which("bwrap")
     if program is None:
-        raise RuntimeError("sandbox: bubblewrap (the command bwrap) is not installed")
+        raise RuntimeError("the command bwrap is not installed")
     words = [program, "--die-with-parent", "--clearenv", "--hostname", "localhost", *spaces]
-    words += rights if plan["uid"] else user
+    words += rights if uid else user
     words += ["--proc", "/proc", "--dev", "/dev"]
     words += ["--dir", "/work"]
-    for place, size in plan["scratch"]:
-        words += ["--perms", "1777", "--size", str(size), "--tmpfs", place]
-    for target, source in plan["links"]:
-        words += ["--symlink", source, target]
-    for source, inner in (*plan["read_only"], (str(LAUNCHER), "/launcher.py")):
-        for above in [*Path(inner).parents][-2::-1]:  # otherwise only root may enter them
+    for place in SCRATCH:
+        words += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", place]
+    tops = [Path("/", name) for name in TOP_FOLDERS]
+    for top in tops:
+        words += ["--symlink", os.readlink(top), str(top)] if top.is_symlink() else []
+    system = [Path("/usr"), *(top for top in tops if top.is_dir() and not top.is_symlink())]
+    etc = [path for name in FROM_ETC if (path := Path("/etc", name)).exists()]
+    same = [(path, path) for path in (*system, *etc, *python_folders())]
+    for source, inner in (*same, *bound.items(), (LAUNCHER, Path("/launcher.py"))):
+        for above in [*inner.parents][-2::-1]:  # otherwise only root may enter them
             words += ["--dir", str(above)]
-        words += ["--ro-bind", source, inner]
+        words += ["--ro-bind", str(source), str(inner)]
     words += ["--remount-ro", "/dev", "--remount-ro", "/"]
     return words
 
@@ -113,16 +104,41 @@ def entries(work: Path) -> dict[Path, Path]:
 
 
 def require_readable(paths: Sequence[Path]) -> None:
-    """Raise ValueError where another uid could not read one of these, or what is in it."""
+    """Raise CourseError where another uid could not read one of these, or what is in it."""
     for top in paths:
         inside = top.rglob("*") if top not in python_folders() else ()
         for path in (top, *inside):
             needed = 0o005 if path.is_dir() else 0o004
             if not path.is_symlink() and path.stat().st_mode & needed != needed:
-                raise ValueError(
+                raise CourseError(
                     f"sandbox: expected files that every user may read; got {path}. "
                     f"Try chmod -R a+rX {top}"
                 )
+
+
+def may_use_uids() -> bool:
+    """Is this root, and root of a user namespace that has other users?"""
+    rows = [row.split() for row in Path("/proc/self/uid_map").read_text().splitlines()]
+    mapped = (range(int(first), int(first) + int(size)) for first, _, size in rows)
+    first, last = FREE_UIDS[0], FREE_UIDS[-1]
+    return os.geteuid() == 0 and any(first in uids and last in uids for uids in mapped)
+
+
+@contextmanager
+def free_uid() -> Iterator[int]:
+    """Lend a uid that no user of this machine and no other run has; 0 where there is none."""
+    if not may_use_uids():
+        yield 0
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
+        while not lock.getsockname():
+            uid = secrets.choice(FREE_UIDS)
+            try:
+                pwd.getpwuid(uid)
+            except KeyError:
+                with suppress(OSError):  # lent to another run: the name is free when that has ended
+                    lock.bind(f"\0course-grading-uid-{uid}")
+        yield uid
 
 
 def num_own_threads() -> int:

@@ -3,9 +3,9 @@
     sandbox = find_sandbox()
     ended = sandbox.run(["python", "-m", "course_lib.grading.inside"], work=..., out=..., ...)
 
-Inside, the submission lies at /work, what shall come back goes to /out, and nothing else of this
-machine can be seen but Python and what the caller adds. bubblewrap does it where it is installed;
-otherwise namespaces of the kernel, set up by the launcher; otherwise only another uid, and limits.
+bubblewrap does it: inside, the submission lies at /work, what shall come back goes to /out, and
+nothing else of this machine can be seen but Python and what the caller adds. Where it cannot work,
+whoever grades may trust the submissions: then they run as this user, within limits only.
 """
 
 import json
@@ -22,31 +22,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from course_lib.core import CourseError
 from course_lib.grading.plan import (
     LAUNCHER,
     bubblewrap,
     entries,
-    in_stage,
+    free_uid,
     make_plan,
     python_folders,
     require_readable,
 )
 from course_lib.grading.returned import copy_plain_files
-from course_lib.grading.staged import free_uid, may_use_uids, stage
 from course_lib.grading.watchdog import RunLimits, Watchdog, end
 
-WARNINGS = {
-    "bubblewrap": "",
-    "namespaces": "",
-    "other uid": "Weaker than bubblewrap: each submission runs under a uid of its own, with limits "
-    "and a folder of its own, but it can use the network, reach every server on this machine, "
-    "read every file that all users may read, see other processes, and fill shared memory that "
-    "belongs to no process. Try installing bubblewrap, or allowing user namespaces.",
-    "same uid": "Much weaker than bubblewrap: each submission runs as you. It can read and change "
-    "all your files (solved notebooks and other submissions, too), end your processes (the grader, "
-    "too) and outlive it, and use the network. Try installing bubblewrap, or allowing user "
-    "namespaces; otherwise grade only submissions that you trust.",
-}
+NEEDED = (
+    "course grade: need bubblewrap, which keeps submissions away from this machine and from the "
+    "solutions; {problem}. Try apt-get install bubblewrap, or allow user namespaces "
+    "(docs/instructor.md, section 6), or --trust if you trust everybody who handed in."
+)
+WARNING = (
+    "No isolation: each submission runs as you, and can read and change your files, solutions and "
+    "grades, and use the network; only its time, memory and processes are limited."
+)
 
 
 @dataclass(frozen=True)
@@ -65,17 +62,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """A way to run commands in isolation; `find_sandbox` returns the best that works here.
+    """A way to run commands: in bubblewrap or, where it `trusts` them, without isolation."""
 
-    warning says what this kind does not protect; it is empty where it protects everything.
-    """
-
-    kind: str
+    trusts: bool = False
     stopped: threading.Event = field(default_factory=threading.Event, repr=False)
 
-    @property
-    def warning(self) -> str:
-        return WARNINGS[self.kind]
+    def at(self, path: Path, inner: str) -> str:
+        """Return where a command finds what is `path` here and `inner` in bubblewrap."""
+        return str(path) if self.trusts else inner
 
     def stop(self) -> None:
         """End every run at once, also those of other threads; later ones end at once, too."""
@@ -93,34 +87,35 @@ class Sandbox:
     ) -> Ended:
         """Run a command, and return when it and all that it started have ended.
 
-        Inside, `work` is /work, and {path: inner path} of `read_only` is there: everything
+        In bubblewrap, `work` is /work, and {path: inner path} of `read_only` is there: everything
         read-only. /tmp (the current folder), HOME, /dev/shm and /out are empty and limited. The
         plain files that are then in /out come to the folder `out`, which has to be empty; what is
-        no plain file is left out.
-        Raises: ValueError where `out` is not empty, or where `work` has links or cannot be read by
-        everybody (as root, the command gets another uid); RuntimeError where the sandbox
-        cannot be set up. On Ctrl-C, everything has ended before KeyboardInterrupt is raised.
+        no plain file is left out. Without isolation, everything lies where it is (see `at`), and
+        the current folder and HOME are folders of this run.
+        Raises: ValueError where `out` is not empty or `work` has links; CourseError where not
+        everybody may read it (as root, the command gets another uid); RuntimeError where
+        bubblewrap cannot work. On Ctrl-C, all has ended before KeyboardInterrupt is raised.
         """
         if any(out.iterdir()):
             raise ValueError(f"sandbox: expected an empty folder for results; got {out}.")
-        bound = {**entries(work), **read_only}
         with ExitStack() as stack:
-            uid = stack.enter_context(free_uid())
-            staged = None
-            if "uid" in self.kind:
-                staged = stack.enter_context(stage(uid, bound))
-            elif uid:
-                require_readable([*bound, *python_folders()])
+            around, mark = list[str](), ""
+            if self.trusts:
+                mark = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
+                )
+                plan = make_plan(0, limits, env, watched=[str(out)], home=mark, tmp=mark)
+            else:
+                uid = stack.enter_context(free_uid())
+                bound = {**entries(work), **read_only}
+                if uid:
+                    require_readable([*bound, *python_folders()])
+                plan, around = make_plan(uid, limits, env), bubblewrap(uid, bound, limits)
             ours, theirs = map(stack.enter_context, map(closing, socket.socketpair()))
-            plan = make_plan(self.kind, uid, bound, limits, env)
             plan |= {"channel": theirs.fileno(), "command": list(command)}
-            if staged:
-                plan |= in_stage(plan, staged)
-            process = stack.enter_context(started(self.kind, plan, theirs))
+            process = stack.enter_context(started(around, plan, theirs))
             theirs.close()
-            disk = staged.used_bytes if staged else None
-            watchdog = Watchdog(process, ours, limits, disk, self.stopped.is_set)
-            return self.followed(watchdog, out)
+            return self.followed(Watchdog(process, ours, limits, mark, self.stopped.is_set), out)
 
     def followed(self, watchdog: Watchdog, out: Path) -> Ended:
         """Wait for the end of a run, make it complete, and bring back what it left."""
@@ -128,11 +123,13 @@ class Sandbox:
         try:
             how = watchdog.watch()
         finally:
-            end(process, self.kind)
+            end(process, watchdog.mark)
         told = watchdog.last_words()
         if how == "ended" and not watchdog.folders:
-            raise RuntimeError(f"sandbox: {self.kind} could not be set up here: {told.strip()}")
-        copied = all(copy_plain_files(fd, out, limits.disk_bytes) for fd in watchdog.folders[:1])
+            why = told.strip().rpartition("\n")[2].rstrip(".")
+            raise RuntimeError(f"the sandbox could not be set up here ({why})")
+        left = [] if self.trusts else watchdog.folders[:1]
+        copied = all(copy_plain_files(fd, out, limits.disk_bytes) for fd in left)
         for folder in watchdog.folders:
             os.close(folder)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -141,14 +138,14 @@ class Sandbox:
         return Ended(how if copied else "disk", code, told)
 
 
-def started(kind: str, plan: Mapping[str, Any], channel: socket.socket) -> subprocess.Popen:
-    """Start the launcher of a plan, with one pipe for all its output."""
-    python = [sys.executable, "-I", "-S"]
-    words = [*python, str(LAUNCHER), json.dumps(plan)]
-    if kind == "bubblewrap":
-        words = [*bubblewrap(plan), "--", *python, "/launcher.py", json.dumps(plan)]
+def started(
+    around: Sequence[str], plan: Mapping[str, Any], channel: socket.socket
+) -> subprocess.Popen:
+    """Start the launcher of a plan, with one pipe for all its output; `around` it, bubblewrap."""
+    launcher = "/launcher.py" if around else str(LAUNCHER)
+    words = [sys.executable, "-I", "-S", launcher, json.dumps(plan)]
     return subprocess.Popen(
-        words,
+        [*around, "--", *words] if around else words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -159,36 +156,24 @@ def started(kind: str, plan: Mapping[str, Any], channel: socket.socket) -> subpr
     )
 
 
-def find_sandbox(kind: str = "") -> Sandbox:
-    """Return the strongest sandbox that works on this machine, or the one of this kind.
+def find_sandbox(*, trust: bool = False) -> Sandbox:
+    """Return the sandbox of bubblewrap, after a first command has run in it.
 
-    Kinds, strongest first: "bubblewrap", "namespaces", "other uid" (root only), "same uid" (never
-    as root).
-    Raises: ValueError for an unknown kind; RuntimeError where it does not work here.
+    Where bubblewrap cannot work, `trust` returns the one without isolation.
+    Raises: CourseError where it cannot work, and not `trust`
     """
-    if kind and kind not in WARNINGS:
-        raise ValueError(f"sandbox: expected a kind of {', '.join(WARNINGS)}; got {kind!r}.")
-    weak = {"same uid" if may_use_uids() else "other uid"}
-    problems = []
-    for name in [kind] if kind else [name for name in WARNINGS if name not in weak]:
-        try:
-            if name in weak:
-                raise RuntimeError(f"{name!r} is not for this user")
-            return tried(Sandbox(name))
-        except (OSError, RuntimeError) as error:
-            problems.append(str(error))
-    raise RuntimeError(f"sandbox: none works here: {'; '.join(problems)}")
-
-
-def tried(sandbox: Sandbox) -> Sandbox:
-    """Return this sandbox after a first command has run in it; RuntimeError where none does."""
-    with tempfile.TemporaryDirectory() as name:
-        work, out = Path(name, "work"), Path(name, "out")
-        work.mkdir()
-        out.mkdir()
-        ended = sandbox.run(
-            ["true"], work=work, out=out, read_only={}, limits=RunLimits(wall_s=60), env={}
-        )
-    if (ended.how, ended.code) != ("ended", 0):
-        raise RuntimeError(f"sandbox: {sandbox.kind} does not work here: {ended}")
-    return sandbox
+    sandbox, limits = Sandbox(), RunLimits(wall_s=60)
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            work, out = Path(name, "work"), Path(name, "out")
+            work.mkdir()
+            out.mkdir()
+            ended = sandbox.run(["true"], work=work, out=out, read_only={}, limits=limits, env={})
+        if (ended.how, ended.code) == ("ended", 0):
+            return sandbox
+        problem = f"a first command did not end well in it ({ended})"
+    except (OSError, RuntimeError) as error:
+        problem = str(error)
+    if trust:
+        return Sandbox(trusts=True)
+    raise CourseError(NEEDED.format(problem=problem))

@@ -27,8 +27,8 @@ END_WITHIN_S = 60
 class RunLimits:
     """The limits of one run; a run that uses more is ended.
 
-    processes counts threads, too. disk_bytes limits /out, and each of /tmp, /dev/shm and HOME;
-    these are kept in memory, and count there as well.
+    processes counts threads, too. disk_bytes limits each file and, in bubblewrap, /out, and each of
+    /tmp, /dev/shm and HOME; these are kept in memory, and count there as well.
     Raises: ValueError where a limit is not positive.
     """
 
@@ -119,32 +119,37 @@ def scratch_bytes(folders: Sequence[int]) -> int:
     return used
 
 
-def end(process: subprocess.Popen, kind: str) -> None:
-    """End a sandbox of this kind, with everything that it started.
+def end(process: subprocess.Popen, mark: str) -> None:
+    """End a run with everything that it started.
 
-    The child of its first process is pid 1 of a namespace, with which the rest ends; without
-    namespaces, the first process is the supervisor that ends the rest.
+    In bubblewrap, the child of its first process is pid 1 of a namespace, with which the rest ends.
+    Without isolation, they are the processes with the mark.
     Raises: RuntimeError where something in it could not be ended.
     """
     give_up = time.monotonic() + END_WITHIN_S
-    while process.poll() is None and time.monotonic() < give_up:
-        for found in descendants(process.pid):
-            if "uid" not in kind and found.parent == process.pid:
-                send(found.pid, signal.SIGKILL)
-            elif kind == "same uid":
-                send(found.pid, signal.SIGSTOP)  # so that it cannot fork before it ends
-        if "uid" in kind:
-            process.terminate()
+    while (left := marked(mark)) or process.poll() is None:
+        if time.monotonic() > give_up:
+            process.kill()
+            raise RuntimeError(f"sandbox: process {process.pid} did not end in {END_WITHIN_S} s.")
+        if mark:
+            process.kill()
+        else:
+            left = [found for found in processes() if found.parent == process.pid]
+        for found in left:
+            with suppress(ProcessLookupError):
+                os.kill(found.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.02)
-    if process.poll() is None:
-        process.kill()
-        raise RuntimeError(f"sandbox: process {process.pid} did not end within {END_WITHIN_S} s.")
 
 
-def send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
+def marked(mark: str) -> list[Process]:
+    """Return the processes of this user whose environment has a mark; none without one."""
+    found = list[Process]()
+    for process in processes() if mark else ():
+        with suppress(OSError):  # of another user, or it has ended
+            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                found.append(process)
+    return found
 
 
 @dataclass
@@ -154,7 +159,7 @@ class Watchdog:
     process: subprocess.Popen
     channel: socket.socket
     limits: RunLimits
-    disk: Callable[[], int] | None  # bytes on the disk, where nothing but this limits them
+    mark: str  # in the environment of what runs without isolation; "" in bubblewrap
     stopped: Callable[[], bool]
     told: bytearray = field(default_factory=bytearray)
     num_told: int = 0
@@ -198,12 +203,10 @@ class Watchdog:
         """Return the limit that the sandbox has passed, or an empty string."""
         if self.stopped():
             return "killed"
-        found = descendants(self.process.pid)
+        found = marked(self.mark) if self.mark else descendants(self.process.pid)
         if sum(process.num_threads for process in found) > self.limits.processes:
             return "processes"
-        if self.disk and self.disk() > self.limits.disk_bytes:
-            return "disk"
-        scratch = 0 if self.disk else scratch_bytes(self.folders)
+        scratch = 0 if self.mark else scratch_bytes(self.folders)
         return "memory" if holds_more(found, scratch, self.limits.memory_bytes) else ""
 
     def read(self) -> bool:

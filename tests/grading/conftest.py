@@ -218,7 +218,7 @@ class Proofs:
 
 
 @pytest.fixture(scope="session")
-def proofs() -> Iterator[Proofs]:
+def proofs(bubblewrap) -> Iterator[Proofs]:
     with ExitStack() as kept:
         yield Proofs(kept)
 

@@ -136,6 +136,9 @@ class Busy:
     def __init__(self, outcomes, how):
         self.outcomes, self.how, self.runs = outcomes, how, []
 
+    def at(self, path, inner):
+        return inner
+
     def run(self, _command, *, work, out, **_):
         cells = [cell.id for cell in nbformat.read(work / "merged.ipynb", as_version=4).cells]
         self.runs.append(cells[1::2])

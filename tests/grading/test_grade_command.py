@@ -8,6 +8,7 @@ from course_lib.grading.class_run import add_absent
 from course_lib.grading.gradebook import Gradebook
 from course_lib.grading.graded import Graded
 from course_lib.notebooks.grading import Verdict
+from tests.grading.conftest import Class
 
 POINTS = {"ddp-1": 3.0, "ddp-2": 2.0}
 TASK = SimpleNamespace(name="hw1", points=POINTS, digest="hw1 as it is")
@@ -67,3 +68,19 @@ def test_who_handed_in_nothing_has_a_row_and_who_is_not_listed_is_named(tmp_path
         assert add_absent([], TASK, book) == []
     rows = (tmp_path / "gradebook.csv").read_text().splitlines()
     assert rows[2] == "bob,,5,,not judged,,not judged,Nothing was handed in.,"
+
+
+def test_without_bubblewrap_nothing_runs_unless_it_is_trusted(tmp_path, monkeypatch, course):
+    monkeypatch.setenv("PATH", "")
+    toy = Class(tmp_path)
+    toy.hand_in("ann.ipynb", toy_2="def times(x, y):\n    return x - y\n")
+    (toy.submissions / "bob.ipynb").write_text("no notebook")
+    words = ("grade", str(toy.submissions), "--assignment", str(toy.home), "--out")
+    said = course(*words, str(tmp_path / "grades"), fails=True)
+    assert "need bubblewrap" in said
+    assert "No isolation" not in said
+    assert not (tmp_path / "grades").exists()
+    said = course(*words, str(tmp_path / "grades"), "--trust", fails=True)  # bob is not judged
+    assert said.count("No isolation: each submission runs as you") == 1
+    rows = (tmp_path / "grades/gradebook.csv").read_text().splitlines()
+    assert rows[1].startswith("ann,20,30,10,right,0,wrong,10,right")

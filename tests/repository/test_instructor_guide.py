@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import pytest
 
 from course_lib.checks.exercise import exercises_of
 from course_lib.checks.lesson_source import read_source, solved
@@ -113,6 +114,7 @@ def marked(path: Path) -> list[tuple[str, bool, float]]:
     return [(mark.grade_id, mark.solution, mark.get("points", 0)) for mark in marks]
 
 
+@pytest.mark.usefixtures("bubblewrap")
 def test_the_guide_leads_from_nothing_to_grades(tmp_path):
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
     for step in NEW:

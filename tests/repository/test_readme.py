@@ -204,6 +204,8 @@ RUNS = {
 def test_a_command_of_the_readme_works(command, course, tmp_path, request):
     if command.startswith("make"):
         request.getfixturevalue("made")
+    if "grade" in command:
+        request.getfixturevalue("bubblewrap")
     RUNS[command](command, course, tmp_path)
 
 

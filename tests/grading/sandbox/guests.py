@@ -1,4 +1,4 @@
-"""Sandboxes as tests see them: each kind, started by a grader that is root or a plain user."""
+"""Sandboxes as tests see them, started by a grader that is root or a plain user."""
 
 import json
 import os
@@ -9,38 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from course_lib.grading.staged import may_use_uids
+from course_lib.grading.plan import may_use_uids
 
 ROOT = Path(__file__).resolve().parents[3]
 NOBODY = 65534
 AS_NOBODY = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-GUESTS = [  # (kind, does root grade?)
-    ("bubblewrap", True),
-    ("namespaces", True),
-    ("other uid", True),
-    ("bubblewrap", False),
-    ("namespaces", False),
-    ("same uid", False),
-]
 
 
 @dataclass
 class Guest:
-    """A kind of sandbox, started by a grader that is root or a plain user."""
+    """What a grader that is root or a plain user runs, in bubblewrap or trusted without it."""
 
-    kind: str
-    root: bool
     folder: Path
+    root: bool
+    trusts: bool
 
     @property
     def python(self) -> str:
         """A Python that the guest can reach: another uid may not read the one of these tests."""
-        here = self.kind in ("bubblewrap", "namespaces") and self.root
-        return sys.executable if here or not may_use_uids() else "/usr/bin/python3"
+        return sys.executable if self.root or not may_use_uids() else "/usr/bin/python3"
 
     def start(self, *command: str, limits=None, env=None, read_only=None) -> subprocess.Popen:
         request = {
-            "kind": self.kind,
+            "trusts": self.trusts,
             "folder": str(self.folder),
             "command": command,
             "limits": {"wall_s": 300, **(limits or {})},
@@ -48,11 +39,10 @@ class Guest:
             "read_only": read_only or {},
         }
         change = AS_NOBODY if may_use_uids() and not self.root else []
-        python = sys.executable if not change else "/usr/bin/python3"
         return subprocess.Popen(
             [
                 *change,
-                python,
+                self.python,
                 "-B",
                 str(ROOT / "tests/grading/sandbox/run_one.py"),
                 json.dumps(request),

@@ -1,15 +1,14 @@
-"""What a run in a sandbox gets, what comes back from it, and which kind of sandbox is found."""
+"""What a run in a sandbox gets, what comes back from it, and whether there is a sandbox."""
 
-import shutil
 import threading
 import uuid
-from pathlib import Path
 
 import pytest
 
-from course_lib.grading.sandbox import WARNINGS, RunLimits, Sandbox, find_sandbox
-from course_lib.grading.staged import StagedRoot, free_uid, may_use_uids
-from tests.grading.sandbox.guests import GUESTS, ROOT, running
+from course_lib.core import CourseError
+from course_lib.grading.plan import free_uid, may_use_uids
+from course_lib.grading.sandbox import RunLimits, Sandbox, find_sandbox
+from tests.grading.sandbox.guests import ROOT, running
 
 MiB = 2**20
 
@@ -84,7 +83,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("guest", GUESTS[:2], indirect=True, ids=lambda guest: guest[0])
+@pytest.mark.parametrize("guest", ["root" if may_use_uids() else "user"], indirect=True)
 def test_two_ranks_communicate_inside(guest):
     (guest.folder / "work" / "lesson.py").write_text(RANKS)
     ended = guest.run(
@@ -111,28 +110,29 @@ def test_a_command_that_does_not_exist_is_its_own_failure(here):
     assert (ended.code, ended.told) == (1, "no-such-command: No such file or directory\n")
 
 
-def test_the_strongest_kind_that_works_is_found():
-    works = []
-    for kind in WARNINGS:
-        try:
-            works.append(find_sandbox(kind).kind)
-        except RuntimeError:
-            continue
-    assert find_sandbox().kind == works[0]
+@pytest.mark.parametrize(
+    ("bwrap", "problem"),
+    [
+        ("", "the command bwrap is not installed"),
+        ("echo bwrap: No permissions.", "could not be set up here (bwrap: No permissions)"),
+    ],
+)
+def test_where_bubblewrap_cannot_work_one_sentence_says_so_unless_trusted(
+    tmp_path, monkeypatch, bwrap, problem
+):
+    if bwrap:
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{bwrap}\n")
+        (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CourseError) as told:
+        find_sandbox()
+    assert f"{problem}. Try apt-get install bubblewrap" in str(told.value)
+    assert "--trust" in str(told.value)
+    assert find_sandbox(trust=True).trusts
 
 
-def test_without_bubblewrap_the_next_kind_is_taken(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert find_sandbox().kind != "bubblewrap"
-    with pytest.raises(RuntimeError, match="bwrap"):
-        find_sandbox("bubblewrap")
-
-
-def test_a_kind_that_is_unknown_or_unfit_is_refused():
-    with pytest.raises(ValueError, match="expected a kind of bubblewrap"):
-        find_sandbox("jail")
-    with pytest.raises(RuntimeError, match="not for this user"):
-        find_sandbox("same uid" if may_use_uids() else "other uid")
+def test_where_bubblewrap_works_it_is_taken_even_from_the_trusted(bubblewrap):
+    assert not find_sandbox(trust=True).trusts
 
 
 def test_what_could_not_be_right_is_refused(here):
@@ -140,35 +140,23 @@ def test_what_could_not_be_right_is_refused(here):
         RunLimits(wall_s=0)
     (here["out"] / "old").touch()
     with pytest.raises(ValueError, match="expected an empty folder"):
-        Sandbox("bubblewrap").run(["true"], **here)
+        Sandbox().run(["true"], **here)
     (here["out"] / "old").unlink()
     (here["work"] / "link").symlink_to("/etc/shadow")
     with pytest.raises(ValueError, match=r"got a link, .*link\."):
-        Sandbox("bubblewrap").run(["true"], **here)
+        Sandbox().run(["true"], **here)
 
 
 @pytest.mark.skipif(not may_use_uids(), reason="only root takes another uid")
 def test_files_that_the_other_uid_cannot_read_are_named(here):
     (here["work"] / "private").write_text("x")
     (here["work"] / "private").chmod(0o600)
-    with pytest.raises(ValueError, match=r"chmod -R a\+rX .*private"):
+    with pytest.raises(CourseError, match=r"chmod -R a\+rX .*private"):
         find_sandbox().run(["true"], **here)
 
 
 @pytest.mark.skipif(not may_use_uids(), reason="only root takes another uid")
 def test_each_run_has_a_uid_of_its_own(monkeypatch):
-    monkeypatch.setattr("course_lib.grading.staged.FREE_UIDS", range(20_000, 20_003))
+    monkeypatch.setattr("course_lib.grading.plan.FREE_UIDS", range(20_000, 20_003))
     with free_uid() as first, free_uid() as second, free_uid() as third:
         assert {first, second, third} == {20_000, 20_001, 20_002}
-
-
-def test_inner_paths_are_translated_where_they_are_paths():
-    stage = StagedRoot(Path("/s"), 0, ("course", "out", "work"))
-    told = {
-        "/work": "/s/work",
-        "/work/a:/course:/usr": "/s/work/a:/s/course:/usr",
-        "--to=/out/x": "--to=/s/out/x",
-        "/workshop": "/workshop",
-        "/usr/work": "/usr/work",
-    }
-    assert {text: stage.translated(text) for text in told} == told
