@@ -64,6 +64,10 @@ COPY_SENT = Cause(
     "contiguous(), reshape() and flatten() copy a transposed gradient, and the sum went into the "
     "copy: write it back into weight.grad."
 )
+LAYOUT = Cause(
+    "A collective adds what stands at the same place in memory, and one end's gradient is "
+    "transposed: make it contiguous() first."
+)
 HIDDEN = Cause(
     "One half is nan, as in a model that has diverged, but the sum is a number: that hides the "
     "failure. Leave nan as it is."
@@ -78,7 +82,8 @@ ONE_MESSAGE = Cause("Send the whole gradient in one message each way.")
 
 
 ZEROS, FROZEN_WEIGHT, MATRIX = "zeros on the first stage", "a frozen weight", "a bfloat16 matrix"
-TRANSPOSED, NAN = "a transposed weight", "nan on the first stage"
+LAYOUTS = TRANSPOSED, MIXED = "a transposed weight", "a gradient transposed on one end"
+NAN = "nan on the first stage"
 STEPS = ("step 1", "step 2", ZEROS, NAN)
 
 
@@ -101,8 +106,12 @@ def _sums(
     all_ends = [(first, first + p - 1) for first in range(0, p * pipelines, p)]
     groups = [dist.new_group(sorted(set(ends))) for ends in all_ends]
     mine, group = all_ends[rank // p], groups[rank // p]
-    seen = {label: _one(answer, rank, mine, group, label) for label in labels}
-    return {label: each for label, each in seen.items() if each}
+    seen = dict[str, Seen]()
+    for label in labels:
+        if (each := _one(answer, rank, mine, group, label)) is None:
+            break
+        seen[label] = each
+    return seen
 
 
 def _one(
@@ -130,7 +139,7 @@ def _numbers(label: str) -> Tensor:
     """Return 1 to 6, and a little more than float32 can hold; or a matrix of 1 to 6."""
     if label == MATRIX:
         return torch.arange(1, 7).bfloat16().view(2, 3)
-    if label == TRANSPOSED:
+    if label in LAYOUTS:
         return torch.arange(1, 7).double().view(2, 3).t()
     return torch.arange(1, 7).double() * (1 + 1e-9)
 
@@ -139,12 +148,13 @@ def _half(rank: int, ends: tuple[int, int], label: str) -> Tensor:
     """Return the gradient that backward left on a rank."""
     first = rank == ends[0]
     times = {"step 2": 2.0, ZEROS: float(not first), NAN: math.nan if first else 1.0}.get(label, 1)
-    return _numbers(label) * times * 10**rank
+    half = _numbers(label) * times * 10**rank
+    return half if first or label != MIXED else half.contiguous()
 
 
 def _runs(p: int) -> list[Mapping[str, Any]]:
     two = [{"pipelines": 2}] if p == 4 else []
-    return [{}, {"labels": [FROZEN_WEIGHT]}, {"labels": [MATRIX]}, *two, {"labels": [TRANSPOSED]}]
+    return [{}, {"labels": [FROZEN_WEIGHT]}, {"labels": [MATRIX]}, *two, {"labels": LAYOUTS}]
 
 
 # --- what is expected
@@ -248,6 +258,7 @@ def _adds_too_early(weight: Weight, ends: Any) -> None:
             sending.wait()
 
 
+LAYS_OUT = "weight.grad = weight.grad.contiguous()"
 SUMS = "dist.all_reduce(weight.grad, group=ends)"
 ASKS = "if weight is not None and weight.grad is not None:"
 
@@ -284,6 +295,7 @@ TIED = Exercise(
                     (lambda _at, got, _i: got is None, IN_PLACE),
                     (lambda at, got, _i: at.label == NAN and got.isfinite().all(), HIDDEN),
                     (_is_own_half_of_a_transposed, COPY_SENT),
+                    (lambda at, _got, _i: at.label == MIXED, LAYOUT),
                     (lambda at, _got, _i: at.seen.ends[0] == at.seen.ends[1], ONE_COPY),
                 ),
                 causes=(
@@ -357,22 +369,22 @@ TIED = Exercise(
         Edit(ASKS, f"{ASKS[:-1]} and dist.get_rank() == 0:", SKIPPED),
         Edit(ASKS, f"{ASKS[:-1]} and dist.get_rank() == dist.get_world_size() - 1:", SKIPPED),
         Edit(SUMS, f"{SUMS}.wait()", NO_HANDLE),
-        Edit(
-            SUMS,
-            "grad = weight.grad.float()\n"
-            "dist.all_reduce(grad, group=ends)\n"
-            "weight.grad.copy_(grad)",
-            DIGITS_LOST,
+        *(
+            Edit(
+                SUMS,
+                f"grad = weight.grad.{dtype}()\n"
+                "dist.all_reduce(grad, group=ends)\nweight.grad.copy_(grad)",
+                DIGITS_LOST,
+            )
+            for dtype in ("float", "bfloat16")
         ),
         Edit(
-            SUMS,
-            "grad = weight.grad.bfloat16()\n"
-            "dist.all_reduce(grad, group=ends)\n"
-            "weight.grad.copy_(grad)",
-            DIGITS_LOST,
+            LAYS_OUT,
+            "total = weight.grad.reshape(-1)",
+            COPY_SENT,
+            (("weight.grad, g", "total, g"),),
         ),
-        Edit("weight.grad, group", "weight.grad.contiguous(), group", COPY_SENT),
-        Edit("weight.grad, group", "weight.grad.reshape(-1), group", COPY_SENT),
+        Edit(LAYS_OUT, "pass", LAYOUT),
         Edit(SUMS, f"weight.grad.nan_to_num_()\n{SUMS}", HIDDEN),
         Edit(SUMS, f"{SUMS}\nweight.grad.nan_to_num_()", HIDDEN),
         Own(_adds_too_early, UNDER_WAY),
