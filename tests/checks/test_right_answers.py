@@ -73,6 +73,18 @@ def norm_in_the_gradients_dtype(mesh, parts, max_norm):
     return norm
 
 
+def clips_as_torch_does(mesh, parts, max_norm):
+    own = [grad for grad, split, first in parts if first and (split or not mesh.index("tp"))]
+    squares = sum((grad.double().square().sum() for grad in own), torch.zeros(()).double())
+    for axis in ("tp", "pp"):
+        dist.all_reduce(squares, group=mesh.group(axis))
+    norm = squares.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad, *_ in parts:
+        grad.mul_(factor.to(grad.dtype))
+    return norm
+
+
 class OfTheData:
     """Gathers what is in shard.data at the time."""
 
@@ -114,6 +126,7 @@ class ShapeOnMeta:
         ("planner-1", in_whole_bytes),
         ("planner-1", in_padded_shards),
         ("mesh-3", norm_in_the_gradients_dtype),
+        ("mesh-3", clips_as_torch_does),
         ("mesh-4", as_a_str_of_numpy),
         ("fsdp-1", OfTheData),
         ("accumulation-6", inf_without_a_gradient),

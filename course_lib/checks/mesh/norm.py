@@ -13,7 +13,6 @@ from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Numbers
 from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
-from course_lib.checks.zero.clip import ENLARGED as NOT_SMALL
 from course_lib.checks.zero.clip import NEAR, OVERFLOWS
 from course_lib.checks.zero.parts import ROUNDED, named, nearly
 from course_lib.mesh.mesh import Mesh
@@ -23,12 +22,13 @@ MESHES = {
     4: ({"pp": 2, "dp": 1, "tp": 2}, {"dp": 2, "pp": 1, "tp": 2}, {"dp": 2, "tp": 1, "pp": 2}),
     6: ({"tp": 3, "pp": 2, "dp": 1}, {"pp": 3, "dp": 1, "tp": 2}),
 }
-# limit, scale and dtype of the gradient: far above the limit, far below it, in float16, and tiny
+# limit, scale and dtype of the gradient: far above the limit, far below it, in float16, and so tiny
+# that 1e-6 shows in the norm; in no factor does it show, as clip_grad_norm_ divides by norm + 1e-6
 CALLS = (
     (2.0, 1.0, torch.float64),
     (1e6, 1.0, torch.float64),
     (2.0, 100.0, torch.float16),
-    (1e-6, 1e-8, torch.float64),
+    (1.0, 1e-8, torch.float64),
 )
 Part = tuple[Tensor, bool, bool]  # gradient, is it a shard along tp, is this the first stage of it
 
@@ -41,6 +41,7 @@ ROOTS = Cause("Norms do not add up, squares do: take the root at the end.")
 LARGEST = Cause("That is the largest part, not the sum of all.")
 NO_ROOT = Cause("Those are the squares: the norm is the root of their sum.")
 BEFORE = Cause("Return the norm before clipping, as clip_grad_norm_ does.")
+EPSILON = Cause("Return the norm itself: what is added against a division by 0 is not part of it.")
 ENLARGED = Cause("A norm below the limit leaves the gradient alone: the factor is at most 1.")
 NOT_ALL = Cause("Every gradient is scaled, also those that another rank has counted.")
 NOT_SCALED = Cause("The gradients are as they were: scale them in place, in their own memory.")
@@ -247,6 +248,7 @@ NORM = Exercise(
                     (ROOTS, _of("tp", "pp", total=lambda many: sum(s**0.5 for s in many))),
                     (LARGEST, _of("tp", "pp", total=lambda many: max(many) ** 0.5)),
                     (NO_ROOT, _of("tp", "pp", total=sum)),
+                    (EPSILON, lambda at: RIGHT(at) + 1e-6),
                     (BEFORE, lambda at: RIGHT(at).clamp(max=_limit(at))),
                     (BEFORE, lambda at: torch.tensor(_limit(at), dtype=torch.float64)),
                 ),
@@ -261,7 +263,6 @@ NORM = Exercise(
                 causes=(
                     (NOT_SCALED, _scaled(lambda limit, norm: 1.0)),
                     (ENLARGED, _scaled(lambda limit, norm: limit / norm)),
-                    (NOT_SMALL, _scaled(lambda limit, norm: min(1.0, limit / (norm + 1e-6)))),
                     (SIGNS, lambda at: [grad.abs() for grad in _scaled(_clip)(at)]),
                     (NOT_ALL, _scaled(_clip, which=_once)),
                     (NOT_ALL, _scaled(_clip, which=lambda split, f, z: split)),
@@ -286,7 +287,7 @@ NORM = Exercise(
         Edit("norm = squares.sqrt()", "norm = squares", NO_ROOT),
         Edit("return norm", "return norm.clamp(max=max_norm)", BEFORE),
         Edit(FACTOR, "max_norm / norm", ENLARGED),
-        Edit(FACTOR, "min(1.0, max_norm / (norm + 1e-6))", NOT_SMALL),
+        Edit("norm = squares.sqrt()", "norm = squares.sqrt() + 1e-6", EPSILON),
         Edit("(grad.double() ** 2)", "(grad**2)", OVERFLOWS),
         Edit("(grad.double() ** 2)", "(grad.bfloat16() ** 2)", ROUNDED),
         Edit("grad *= ", "grad = grad * ", NOT_SCALED),
