@@ -87,7 +87,8 @@ EVERY_RANK = Cause(
 )
 NOT_WAITED = Cause("With async_op=True the sum has only begun: call wait() on what it returns.")
 CALLERS = Cause(
-    "loss belongs to the caller, who prints it: return a new tensor, and leave backward() to them."
+    "Do not change loss itself, which the caller prints: return a new tensor, and leave backward() "
+    "to the caller."
 )
 ONCE = Cause("One number is enough: the sum of all num_items.")
 
@@ -237,6 +238,7 @@ WEIGHT = Exercise(
                 look=LOOK,
             ),
             Demand(lambda at: at.seen.slope is not None, "no gradient comes to the loss", NO_GRAPH),
+            Demand(lambda at: not at.seen.touched, lambda at: at.seen.touched, CALLERS),
             Numbers(
                 "slope",
                 lambda at: _number(at, _share(at) * at.world_size),
@@ -244,7 +246,6 @@ WEIGHT = Exercise(
                 what="the gradient by the loss",
                 look=OTHER_SLOPE,
             ),
-            Demand(lambda at: not at.seen.touched, lambda at: at.seen.touched, CALLERS),
             *budget("all_reduce", [8], ONCE),
         ),
         success="Each item counts the same in batches of 0 to 70,000, for 8 bytes.",
@@ -307,6 +308,12 @@ WEIGHT = Exercise(
         Edit("num_items == 0", "num_items <= 1 and loss.isnan()", HIDDEN),
         Edit("(total)", "(total, async_op=True)", NOT_WAITED),
         Edit("loss * (", "loss.mul_(", CALLERS),
+        Edit(
+            "return loss * (",
+            "with torch.no_grad():\n    loss *= (",
+            CALLERS,
+            ((".item())", ".item())\nreturn loss"),),
+        ),
         Edit(".item())", ")", ONE_NUMBER, also=(("tensor(num_items)", "tensor([num_items])"),)),
         Edit("num_items == 0", "num_items == 0 or loss == 0", OTHER_SLOPE),
         Edit(
