@@ -11,6 +11,7 @@ from course_lib.checks.ddp.overlap_steps import (
     BUCKETS,
     SIZES,
     bucket_bytes,
+    disturbs_other_model,
     four_steps,
     has_fewer_digits,
     is_of_another,
@@ -54,8 +55,7 @@ OTHER_LENGTH = Cause(
     "and is it kept in self, not in the class?"
 )
 OTHER_MODEL = Cause(
-    "Those are the gradients of another model: what belongs to one model stands in self, not in "
-    "the class."
+    "What one model needs is changed by the other: keep it in self, not in the class."
 )
 HIDES = Cause(
     "inf and nan have to stay what they are: they tell that a step went wrong. Divide, and change "
@@ -218,6 +218,11 @@ OVERLAP = Exercise(
                 ),
                 look=lambda at: NOT_RESET if at.number else DIGITS,
             ),
+            Demand(
+                lambda at: not disturbs_other_model(at),
+                "a step of one model was between the gradients of another, which now has no mean",
+                OTHER_MODEL,
+            ),
             one_a_bucket(bucket_bytes),
             Demand(
                 lambda at: at.seen.calls[0].start_s < at.seen.backward_end_s,
@@ -310,6 +315,17 @@ OVERLAP = Exercise(
             also=(
                 ("self.ready, self.in_flight = set(), []", "self.ready = set()"),
                 LENIENT,
+            ),
+        ),
+        Edit(
+            "self.ready, self.in_flight = set(), []",
+            "pass",
+            OTHER_MODEL,
+            also=(
+                (
+                    "def __init__(self, module, buckets):",
+                    "ready, in_flight = set(), []\n\ndef __init__(self, module, buckets):",
+                ),
             ),
         ),
         Edit(SENDS, f"if flat.any():\n    {SENDS}", SOME_RANKS, also=(LENIENT,)),

@@ -1,13 +1,14 @@
 """Observe an answer to exercise 2 of 06_ddp on ranks: four steps, and two models.
 
-Step 1: the last rank is late. Step 2: the same again. Step 3: rank 0 has zeros, gradients are not
-None before it, and another model is between its backward and its finish. Step 4: rank 0 has inf or
-nan. Parameters are odd: one is transposed, one has no dimension.
+Step 1: the last rank is late. Step 2: another model has one gradient before it, the others after
+it. Step 3: rank 0 has zeros, gradients are not None before it, and the other model is between its
+backward and its finish. Step 4: rank 0 has inf or nan. Parameters are odd: one is transposed, one
+has no dimension.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ class Step:
     stopped: str
 
     grads: list[Any]
+    others_grads: list[Any]
     calls: list[Event]
     waits: list[Event]
     filled_s: list[tuple[float, float]]
@@ -59,24 +61,23 @@ def four_steps(
     order: Sequence[int] = (),
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Step]:
-    """Run four steps of backward and finish; in step 3, another model is between the two."""
+    """Run four steps of backward and finish, two of them beside those of another model."""
     module, other = (_model(rank, order, dtype) for _ in range(2))
     buckets, beside = (_buckets(each, dtype) for each in (module, other))
     began_s, ended_s = dict[Tensor, float](), dict[Tensor, float]()
     params = [param for bucket in buckets for param in bucket]
     note = [param.register_post_accumulate_grad_hook(_clock(began_s)) for param in params]
     model = answer(module, [list(bucket) for bucket in buckets])
-    other_model = answer(other, beside)
+    other_model = answer(other, [list(bucket) for bucket in beside])
     note += [param.register_post_accumulate_grad_hook(_clock(ended_s)) for param in params]
     steps = {}
     for number in range(4):
         module.zero_grad(set_to_none=number != 2)
         if number == 0:
             come_late(rank)
-        if number == 2:
-            other(OTHER_SCALE * 10.0**rank).backward()
-        stopped, since_s = "", time.perf_counter()
-        with record() as log, watched_handles() as open_ones:
+        aside = _beside(number, other(OTHER_SCALE * 10.0**rank), beside, other_model)
+        with aside as failed, record() as log, watched_handles() as open_ones:
+            stopped, since_s = "", time.perf_counter()
             loss = module(_scale(number, rank, dist.get_world_size()))
             with span("backward"):
                 loss.backward()
@@ -85,12 +86,10 @@ def four_steps(
             except ValueError as error:
                 if "shorter" not in (stopped := str(error)):
                     raise
-        if number == 2:
-            with suppress(Exception):  # what it kept in common with the first one is judged there
-                other_model.finish()
         steps[f"step {number + 1}"] = Step(
             stopped=stopped,
             grads=copied_grads(module),
+            others_grads=copied_grads(other),
             calls=[call for call in calls_of(log.events) if call.start_s > since_s],
             waits=[event for event in log.events if event.kind == "wait"],
             filled_s=_filled_s(buckets, began_s, ended_s),
@@ -99,9 +98,30 @@ def four_steps(
             params_changed=any(bool((param != 7.0).any()) for param in module.weights),
             never_waited=len(open_ones),
         )
-        if stopped:
+        other.zero_grad()
+        if stopped or failed:
             break
     return steps
+
+
+@contextmanager
+def _beside(number: int, loss: Tensor, buckets: list[list[Any]], model: Any) -> Iterator[list[Any]]:
+    """Have another model's backward before a step: all of it in step 3, some of it in step 2.
+
+    Yields the list of the errors of the rest, which shows in the other model's gradients.
+    """
+    failed = list[Any]()
+    params = [param for bucket in buckets for param in bucket]
+    if now := {1: params[:1], 2: params}.get(number, []):
+        loss.backward(inputs=now, retain_graph=True)
+    yield failed
+    try:
+        if number == 1:
+            loss.backward(inputs=params[1:])
+        if now:
+            model.finish()
+    except Exception as error:
+        failed.append(error)
 
 
 def _model(rank: int, order: Sequence[int], dtype: torch.dtype) -> Bag:
@@ -173,9 +193,18 @@ def own_of(at: At) -> float:
 
 def is_of_another_model(at: At) -> bool:
     """Return whether all gradients are those of the other model."""
+    return at.number == 2 and _are_of_other(at, at.seen.grads)
+
+
+def disturbs_other_model(at: At) -> bool:
+    """Return whether a step between the other model's gradients kept it from its mean."""
+    return at.number in (1, 2) and not _are_of_other(at, at.seen.others_grads)
+
+
+def _are_of_other(at: At, grads: list[Any]) -> bool:
     mean = OTHER_SCALE * digits(at.world_size) / at.world_size
-    pairs = zip(at.seen.grads, times(lambda _at: mean)(at), strict=True)
-    return at.number == 2 and all(got is not None and torch.allclose(got, x) for got, x in pairs)
+    pairs = zip(grads, times(lambda _at: mean)(at), strict=True)
+    return all(got is not None and torch.allclose(got, x) for got, x in pairs)
 
 
 def parameters_of(at: At) -> list[Tensor]:
