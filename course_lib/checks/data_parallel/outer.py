@@ -101,6 +101,10 @@ BY_HAND = Cause(
     "outer may be any optimizer, with a state of its own: let it step, instead of computing its "
     "step yourself."
 )
+STEPS_APART = Cause(
+    "The ranks step apart, and the mean of their steps is right for SGD alone, not for Adam: "
+    "average the gradients first, then call outer.step()."
+)
 ONCE = Cause(
     "One all-reduce per tensor, in its own dtype; the new starts are equal without another."
 )
@@ -118,7 +122,7 @@ class Round:
     replaced: list[str]
     moved: list[str]
     disturbed: list[str]
-    outer_steps: int
+    outer_grads: list[list[Any]]  # of each call of outer.step()
 
 
 def _patterns() -> list[Tensor]:
@@ -170,11 +174,15 @@ def _one(
         **dict(zip(NAMES, params, strict=True)),
     }
     memory = {name: tensor.data_ptr() for name, tensor in named.items()}
-    given, outer_steps = ([*starts], [*params]), list[int]()
-    counts = outer.register_step_post_hook(lambda *_: outer_steps.append(1))
+    given, outer_grads = ([*starts], [*params]), list[list[Any]]()
+    notes = outer.register_step_pre_hook(
+        lambda *_: outer_grads.append(
+            [s.grad if s.grad is None else s.grad.clone() for s in starts]
+        )
+    )
     with record() as log, watched_handles() as open_ones:
         answer(given[0], given[1], outer)
-    counts.remove()
+    notes.remove()
     autograd_is_on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     pairs = zip(NAMES, params, _patterns(), strict=True)
@@ -199,7 +207,7 @@ def _one(
             or param.grad is None
             or not param.grad.equal(pattern * INNER_GRAD)
         ],
-        outer_steps=len(outer_steps),
+        outer_grads=outer_grads,
     )
 
 
@@ -254,6 +262,7 @@ def _hides_nan(at: At, got: Tensor, _item: int) -> bool:
 
 WAY, SUMS = "start.grad = start - param", "dist.all_reduce(start.grad)"
 DIVIDES, STEPS, COPIES = "start.grad /= dist.get_world_size()", "outer.step()", "param.copy_(start)"
+AVERAGES = "dist.all_reduce(start)\nstart /= dist.get_world_size()"
 
 OUTER = Exercise(
     key="data_parallel-6",
@@ -328,9 +337,17 @@ OUTER = Exercise(
                 DISTURBED,
             ),
             Demand(
-                lambda at: at.seen.outer_steps == 1,
-                lambda at: f"outer.step() was called {at.seen.outer_steps} times",
+                lambda at: len(at.seen.outer_grads) == 1,
+                lambda at: f"outer.step() was called {len(at.seen.outer_grads)} times",
                 BY_HAND,
+            ),
+            Numbers(
+                lambda at: at.seen.outer_grads[0],
+                _times(lambda at: _mean(at, at.number)),
+                what="the outer gradient in outer.step()",
+                rtol=RTOL,
+                names=lambda _at: NAMES,
+                look=STEPS_APART,
             ),
             *budget("all_reduce", [tensor.nbytes for tensor in _patterns()], ONCE),
         ),
@@ -376,6 +393,7 @@ OUTER = Exercise(
         Edit(COPIES, f"{COPIES}\nparam.grad = None", DISTURBED),
         Edit("with torch.no_grad():", "torch.set_grad_enabled(False)\nif True:", DISTURBED),
         Own(wrong_steps.steps_by_hand, BY_HAND),
-        Edit(COPIES, f"dist.all_reduce(start)\nstart /= dist.get_world_size()\n{COPIES}", ONCE),
+        Edit(COPIES, f"{AVERAGES}\n{COPIES}", ONCE),
+        Edit(SUMS, "pass", STEPS_APART, ((DIVIDES, "pass"), (COPIES, f"{AVERAGES}\n{COPIES}"))),
     ),
 )
