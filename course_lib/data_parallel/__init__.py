@@ -4,8 +4,8 @@
 `thread_parallel.py` is the older way, one process with a thread per replica;
 `parameter_server.py` and `local_sgd.py` (local SGD, DiLoCo) wait less and accept stale or different
 weights; `cost.py` predicts the staleness, `lab.py` measures threads beside processes, `pictures.py`
-draws. `gradients.py` is what NaiveDDP, DDP, ZeRO and FSDP share, and `composition.py` refuses
-wrappers that do not fit together.
+draws. `gradients.py` is what NaiveDDP, DDP, ZeRO and FSDP share; `composition.py` refuses
+wrappers that do not fit together, and `guarded.py` code that takes a part of a gradient for all.
 """
 
 from course_lib.data_parallel.local_sgd import DiLoCo, LocalSGD, outer_step

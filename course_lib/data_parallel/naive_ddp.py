@@ -19,10 +19,12 @@ from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
 from course_lib.data_parallel.gradients import (
     NoSync,
     NotCopied,
+    call_when_accumulated,
     check_not_replaced,
     require_gradients,
     require_known,
 )
+from course_lib.data_parallel.guarded import DDPParameter, guard
 
 
 class NaiveDDP(NotCopied, NoSync, nn.Module):
@@ -51,7 +53,12 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
         self.module, self.group, self.find_unused = module, group, find_unused
         self._broadcast_buffers, self._known = broadcast_buffers, {*module.parameters()}
         self._buffers_may_differ = False  # as PyTorch has it: after a forward that will be synced
+        self.is_unfinished = False  # True from backward to finish
         broadcast_state(module, group)
+        for param in module.parameters():
+            if param.requires_grad:
+                call_when_accumulated(param, self._mark_ready)
+                guard(param, DDPParameter)
         mark_wrapped(module.parameters(), self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,6 +85,10 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
             total = grad.contiguous()
             dist.all_reduce(total, group=self.group)
             grad.copy_(total / p)
+        self.is_unfinished = False
+
+    def _mark_ready(self) -> None:
+        self.is_unfinished |= self._syncs
 
     def _with_gradient(self) -> list[nn.Parameter]:
         """Return the parameters to average: the same, in the same order, on every rank."""

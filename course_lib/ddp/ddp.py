@@ -28,6 +28,7 @@ from course_lib.data_parallel.gradients import (
     require_known,
     used_on_any_rank,
 )
+from course_lib.data_parallel.guarded import DDPParameter, guard
 from course_lib.ddp.buckets import make_buckets
 
 
@@ -93,6 +94,7 @@ class DDP(NotCopied, NoSync, nn.Module):
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
                 call_when_accumulated(param, self._mark_ready, number, index)
+                guard(param, DDPParameter)
         mark_wrapped(module.parameters(), self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +122,11 @@ class DDP(NotCopied, NoSync, nn.Module):
             work.wait()
         self._clear_unused(used)
         self._begin_round()
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a gradient is in a bucket, and not the mean yet."""
+        return any(len(bucket.missing) < len(bucket.params) for bucket in self.buckets)
 
     def _begin_round(self) -> None:
         self._works.clear()

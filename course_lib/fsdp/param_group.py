@@ -20,11 +20,12 @@ from course_lib.core.call_names import call_for
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
 from course_lib.data_parallel.gradients import accumulate
+from course_lib.data_parallel.guarded import guard
 from course_lib.fsdp.dim0_layout import Dim0Layout
 from course_lib.fsdp.kept_grads import KeptGrads
 from course_lib.fsdp.mesh import ShardingGroups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
-from course_lib.zero.guards import FSDPShard, ReplacedParameter, guard
+from course_lib.zero.guards import FSDPShard, ReplacedParameter
 
 
 @dataclass(eq=False)

@@ -21,8 +21,9 @@ from course_lib.core.call_names import call_for
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
 from course_lib.data_parallel.gradients import NotCopied
+from course_lib.data_parallel.guarded import guard
 from course_lib.zero.flat_layout import FlatLayout, Piece
-from course_lib.zero.guards import ZeROParameter, guard
+from course_lib.zero.guards import ZeROParameter
 from course_lib.zero.offload import Offload
 
 FULL = (torch.float32, torch.float64, torch.complex64, torch.complex128)

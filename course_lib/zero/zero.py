@@ -31,9 +31,10 @@ from course_lib.data_parallel.gradients import (
     require_known,
     some_names,
 )
+from course_lib.data_parallel.guarded import guard
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.gather_hooks import GatherHooks
-from course_lib.zero.guards import ZeROParameter, guard, need_elementwise
+from course_lib.zero.guards import ZeROParameter, need_elementwise
 from course_lib.zero.offload import Offload
 from course_lib.zero.reducer import Reducer, agree_on_used
 from course_lib.zero.sharded_optimizer import ShardedOptimizer, need_some

@@ -84,7 +84,16 @@ def finished_after_fault(loop):
     loop.finish()
 
 
+def clipped_before_finish(loop):
+    loop.loss().backward()
+    nn.utils.clip_grad_norm_(loop.module.parameters(), 1.0)
+
+
 TOLD = {
+    "DDP: need code that knows of the gradients of all ranks; got torch.nn.utils.clip_grad_norm_": (
+        lambda rank: clipped_before_finish(Buckets())
+    ),
+    "Try model.finish() first": lambda rank: clipped_before_finish(Naive()),
     "DDP: need a model outside of a process group": lambda rank: copy.deepcopy(DDP(Net())),
     "to copy or pickle; got one that communicates": lambda rank: pickle.dumps(DDP(Net())),
     "Try copy.deepcopy(model.module)": lambda rank: AveragedModel(NaiveDDP(Net())),
@@ -105,6 +114,21 @@ TOLD = {
 
 def test_what_an_engine_cannot_follow_is_told_in_one_sentence(pools):
     assert_told(pools, 2, TOLD)
+
+
+@pytest.mark.parametrize("loop", [Naive, Buckets])
+def test_gradients_are_clipped_after_finish_and_in_no_sync(pools, loop):
+    def clip_twice(rank):
+        made = loop()
+        with made.no_sync():
+            clipped_before_finish(made)
+        made.module.zero_grad()
+        made.loss().backward()
+        made.finish()
+        return [nn.utils.clip_grad_norm_(made.module.parameters(), 1e-3) for _ in range(2)][1]
+
+    norms = pools(2).run(clip_twice)
+    assert norms[0] == norms[1] == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_an_average_of_the_plain_modules_weights_is_that_of_one_process(pools):

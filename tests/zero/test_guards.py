@@ -12,8 +12,9 @@ from torch.optim import SGD, AdamW, NAdam
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.guarded import READERS
 from course_lib.fsdp import FSDP
-from course_lib.zero import ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3, guards
+from course_lib.zero import ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3
 
 ENGINES = {"ZeRO1": ZeRO1, "ZeRO2": ZeRO2, "ZeRO3": ZeRO3}
 clip = nn.utils.clip_grad_norm_
@@ -83,7 +84,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", guards.READERS)
+@pytest.mark.parametrize("name", READERS)
 def test_each_reader_is_a_name_in_this_pytorch(name):
     place = next(PLACES[start] for start in PLACES if name.startswith(start))
     found = importlib.import_module(place)

@@ -1,0 +1,102 @@
+"""Guarded parameters: code that would take a part of a gradient for all of it is told so.
+
+Before `finish()` each rank has a gradient of its own; under ZeRO and FSDP it has a shard, or
+nothing. `clip_grad_norm_` and a GradScaler would find another norm, or skip another step, on each
+rank. So a guarded parameter looks at who reads it. Notebooks 05_data_parallel to 10_fsdp.
+"""
+
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch._C import TensorBase
+from torch.optim.optimizer import _foreach_supported_types
+
+from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import wrapper_of
+
+CLIP, CLIP_VALUE = "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"
+CLIP_WITH, SCALER = "torch.nn.utils.clip_grads_with_norm_", "torch.amp.GradScaler"
+TORCH_DDP, FULLY_SHARD = "PyTorch's DistributedDataParallel", "PyTorch's FSDP"
+READERS = {  # the code that reads a gradient, or the device as wrappers do, by its qualified name
+    "clip_grad_norm_": CLIP,
+    "_clip_grads_with_norm_": CLIP_WITH,
+    "clip_grad_value_": CLIP_VALUE,
+    "GradScaler._unscale_grads_": SCALER,
+    "DistributedDataParallel.__init__": TORCH_DDP,
+    "_move_states_to_device": FULLY_SHARD,
+}
+GRAD: Any = vars(TensorBase)["grad"]  # the properties that ours stand in front of
+DEVICE: Any = vars(TensorBase)["device"]
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter of whose gradient this rank has a part; code that needs all of it is refused."""
+
+    engine: ClassVar[str]
+    part: ClassVar[str] = "shards"
+    instead: ClassVar[Mapping[str, str]]  # what to try, by reader; "": this reader is right
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient. Raises: CourseError for code that needs all of it"""
+        self._check(sys._getframe(1))
+        return cast(Tensor | None, GRAD.__get__(self))
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        GRAD.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        GRAD.__delete__(self)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device. Raises: CourseError for another wrapper, which asks for it when it is made"""
+        self._check(sys._getframe(1))
+        return cast(torch.device, DEVICE.__get__(self))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks have other parts."""
+        return True
+
+    def _check(self, frame: FrameType) -> None:
+        """Check that the code that reads does not take this part for the whole."""
+        name = frame.f_code.co_qualname.partition(".<locals>")[0]  # also in a comprehension
+        reader = READERS.get(name)
+        if not reader or not self.is_part:
+            return
+        if not frame.f_globals.get("__name__", "").startswith("torch."):  # a learner's own
+            return
+        if attempt := self.instead.get(reader, f"{self.engine} or {reader} alone"):
+            raise CourseError(
+                f"{self.engine}: need code that knows of the {self.part} of all ranks; got "
+                f"{reader}, which sees this rank's alone. Try {attempt}."
+            )
+
+
+class DDPParameter(GuardedParameter):
+    """A parameter whose gradient is this rank's own until `finish()`."""
+
+    engine, part = "DDP", "gradients"
+    instead: ClassVar = dict.fromkeys((CLIP, CLIP_WITH, CLIP_VALUE, SCALER), "model.finish() first")
+
+    @property
+    def is_part(self) -> bool:
+        """Whether a backward has ended, and its gradients are not means yet."""
+        return getattr(wrapper_of(self), "is_unfinished", False)
+
+
+def guard(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """Make a plain parameter one of these kinds, in place."""
+    if type(param) is nn.Parameter or isinstance(param, GuardedParameter):
+        param.__class__ = kind
+
+
+# as PyTorch does for its DTensor: otherwise optimizers on GPUs would loop over the parameters
+_foreach_supported_types.append(DDPParameter)
