@@ -8,7 +8,7 @@ rank. So a guarded parameter looks at who reads it. Notebooks 05_data_parallel t
 import sys
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ from course_lib.data_parallel.composition import wrapper_of
 
 CLIP, CLIP_VALUE = "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"
 CLIP_WITH, SCALER = "torch.nn.utils.clip_grads_with_norm_", "torch.amp.GradScaler"
+MODULE_CLEAR = "module.zero_grad()"
 TORCH_DDP, FULLY_SHARD = "PyTorch's DistributedDataParallel", "PyTorch's FSDP"
 READERS = {  # the code that reads a gradient, or the device as wrappers do, by its qualified name
     "clip_grad_norm_": CLIP,
     "_clip_grads_with_norm_": CLIP_WITH,
     "clip_grad_value_": CLIP_VALUE,
     "GradScaler._unscale_grads_": SCALER,
+    "Module.zero_grad": MODULE_CLEAR,
     "DistributedDataParallel.__init__": TORCH_DDP,
     "_move_states_to_device": FULLY_SHARD,
 }
@@ -65,19 +67,21 @@ class GuardedParameter(nn.Parameter):
         """Whether other ranks have other parts."""
         return True
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether a part of its gradient is kept where clearing `grad` does not reach it."""
+        return False
+
     def _check(self, frame: FrameType) -> None:
         """Check that the code that reads does not take this part for the whole."""
         name = frame.f_code.co_qualname.partition(".<locals>")[0]  # also in a comprehension
         reader = READERS.get(name)
-        if not reader or not self.is_part:
+        if not reader or not self.is_part or (reader == MODULE_CLEAR and not self.is_kept):
             return
         if not frame.f_globals.get("__name__", "").startswith("torch."):  # a learner's own
             return
         if attempt := self.instead.get(reader, f"{self.engine} or {reader} alone"):
-            raise CourseError(
-                f"{self.engine}: need code that knows of the {self.part} of all ranks; got "
-                f"{reader}, which sees this rank's alone. Try {attempt}."
-            )
+            refuse(self.engine, self.part, reader, attempt)
 
 
 class DDPParameter(GuardedParameter):
@@ -90,6 +94,14 @@ class DDPParameter(GuardedParameter):
     def is_part(self) -> bool:
         """Whether a backward has ended, and its gradients are not means yet."""
         return getattr(wrapper_of(self), "is_unfinished", False)
+
+
+def refuse(engine: str, part: str, reader: str, attempt: str) -> NoReturn:
+    """Raise the error for a reader that takes this rank's part of a gradient for all of it."""
+    raise CourseError(
+        f"{engine}: need code that knows of the {part} of all ranks; got {reader}, "
+        f"which sees this rank's alone. Try {attempt}."
+    )
 
 
 def guard(param: nn.Parameter, kind: type[nn.Parameter]) -> None:

@@ -25,7 +25,7 @@ from course_lib.fsdp.dim0_layout import Dim0Layout
 from course_lib.fsdp.kept_grads import KeptGrads
 from course_lib.fsdp.mesh import ShardingGroups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
-from course_lib.zero.guards import FSDPShard, ReplacedParameter
+from course_lib.zero.guards import FSDPGrad, FSDPShard, ReplacedParameter
 
 
 @dataclass(eq=False)
@@ -303,6 +303,8 @@ class FSDPParamGroup:
                 continue  # no rank had a gradient
             shard = self.shards[index]
             mean = self.layouts[index].shard_in(slot, self.member.rank).to(shard.dtype)
+            if self.member.size > 1:
+                mean = mean.as_subclass(FSDPGrad)
             accumulate(shard, mean)
         self.reducing = self.reduced = None
 

@@ -92,6 +92,7 @@ class FlatParam(NotCopied):
         self.offload: Offload | None = None
         self._set_views()
         self.master, self.masters = self.shard, list[Tensor]()
+        self._versions: list[int] = []  # of the parameters when the masters followed them
         self.buffer: Tensor | None = None
         self.pending: PendingReduceScatter | None = None
         self.grad_shard: Tensor | None = None
@@ -175,12 +176,34 @@ class FlatParam(NotCopied):
         if offload and not self.only_shard:
             self.master = offload.copy_of(self.master)
         self.masters = [piece.within(self.master) for piece in self.pieces]
+        self._versions = [param._version for param in self.params]
         return self.masters
 
     @property
     def has_fp32_master(self) -> bool:
         """Whether the master is a copy of the shard in a wider dtype."""
         return self.master.dtype != self.flat.dtype
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether a part of the mean gradient is here, and the optimizer has not stepped it."""
+        held = (self.grad_shard, self.buffer, self.pending)
+        return not self.stepped and any(one is not None for one in held)
+
+    def follow_params(self) -> None:
+        """Take over what others than the optimizer have written into parameters since last time.
+
+        Only numbers that differ from the rounded master's: the others keep what is rounded away.
+        """
+        versions = [param._version for param in self.params]
+        if versions == self._versions or self.only_shard or self.master is self.shard:
+            return
+        for piece, master in zip(self.pieces, self.masters, strict=True):
+            if versions[piece.index] != self._versions[piece.index]:
+                now = piece.within(self.shard).to(master.device)
+                changed = now != master.to(now.dtype)
+                master.copy_(torch.where(changed, now.to(master.dtype), master))
+        self._versions = versions
 
     def copy_params_to_masters(self) -> None:
         """Set the masters to the values of the parameters."""

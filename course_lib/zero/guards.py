@@ -6,9 +6,10 @@ shard what is sharded already. Notebooks 09_zero, 10_fsdp.
 """
 
 import sys
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from torch import nn, optim
+import torch
+from torch import Tensor, nn, optim
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import _foreach_supported_types
 
@@ -18,8 +19,11 @@ from course_lib.data_parallel.guarded import (
     CLIP,
     CLIP_VALUE,
     CLIP_WITH,
+    DEVICE,
+    MODULE_CLEAR,
     SCALER,
     GuardedParameter,
+    refuse,
 )
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)  # and their state is simple enough to shard
@@ -33,12 +37,18 @@ class ZeROParameter(GuardedParameter):
     instead: ClassVar = {
         **dict.fromkeys((CLIP, CLIP_WITH, CLIP_VALUE), "engine.clip_grad_norm_(max_norm)"),
         SCALER: "bfloat16, which needs no scaler, or DDP and a ShardedOptimizer",
+        MODULE_CLEAR: "engine.zero_grad()",
     }
 
     @property
     def is_part(self) -> bool:
         """Whether an engine steps it: copies have none, and DDP may have replaced it."""
         return hasattr(wrapper_of(self), "flat_params")
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the engine holds gradients to step; after the step it asks to be cleared."""
+        return any(one.holds_grads for one in wrapper_of(self).flat_params)
 
 
 class FSDPShard(GuardedParameter):
@@ -58,11 +68,33 @@ class FSDPShard(GuardedParameter):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """True. An optimizer asks when it is made. Raises: CourseError if it needs whole tensors"""
+        """True. An optimizer asks when made. Raises: CourseError if it may need whole tensors"""
         reader = sys._getframe(1).f_locals.get("self")
-        if isinstance(reader, WHOLE) and self.is_part:
+        if not isinstance(reader, Optimizer) or not self.is_part:
+            return True
+        if isinstance(reader, WHOLE) or not steps_as_torch(type(reader)):
             need_elementwise(type(reader), "FSDP")
         return True
+
+
+class FSDPGrad(Tensor):
+    """The gradient of a shard, of which other ranks have other parts."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device. Raises: CourseError for get_total_norm, which asks for it first"""
+        frame = sys._getframe(1)
+        if frame.f_code.co_qualname == "_get_total_norm":
+            refuse("FSDP", "shards", "torch.nn.utils.get_total_norm", FSDPShard.instead[CLIP])
+        return cast(torch.device, DEVICE.__get__(self))
+
+    def __deepcopy__(self, _memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # a plain tensor
 
 
 class ReplacedParameter(nn.Parameter):
@@ -81,6 +113,11 @@ class ReplacedParameter(nn.Parameter):
     grad: Any = property(_refuse, _refuse, _refuse)
 
 
+def steps_as_torch(optimizer_cls: type[Optimizer]) -> bool:
+    """Return whether the step of an optimizer is one of PyTorch's, and not a learner's own."""
+    return optimizer_cls.step.__module__.startswith("torch.optim.")
+
+
 def need_elementwise(optimizer_cls: type[Optimizer], where: str = "ShardedOptimizer") -> None:
     """Check that an optimizer steps each number by itself; its class may say so: `elementwise`.
 
@@ -88,11 +125,13 @@ def need_elementwise(optimizer_cls: type[Optimizer], where: str = "ShardedOptimi
     """
     if getattr(optimizer_cls, "elementwise", False):
         return
-    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, ELEMENTWISE)):
+    known = isinstance(optimizer_cls, type) and issubclass(optimizer_cls, ELEMENTWISE)
+    if not (known and steps_as_torch(optimizer_cls)):
+        name = getattr(optimizer_cls, "__name__", repr(optimizer_cls))
         raise CourseError(
             f"{where}: need an optimizer that steps each number by itself, such as "
             f"{', '.join(cls.__name__ for cls in ELEMENTWISE)}; got "
-            f"{getattr(optimizer_cls, '__name__', repr(optimizer_cls))}. A shard holds pieces of "
+            f"{name}{' with a step of its own' if known else ''}. A shard holds pieces of "
             "tensors. Try torch.optim.AdamW, or elementwise = True in a class of your own."
         )
 

@@ -116,6 +116,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
                 loss = closure()
         for flat_param in self.flat_params:
             flat_param.check_views()
+            flat_param.follow_params()
             flat_param.copy_grads_to_masters()
         self.share_settings()
         self.inner.step()

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import pickle
 
 import pytest
 import torch
@@ -53,13 +54,20 @@ def torch_scaler(name):
     scaler.step(optimizer)
 
 
+def total_norm(name):
+    model, _, _ = after_backward(name)
+    nn.utils.get_total_norm([shard.grad for shard in model.parameters()])
+
+
 READER = {
     "clip_grad_norm_": clipping(clip, 1.0),
     "clip_grads_with_norm_": clipping(nn.utils.clip_grads_with_norm_, 1.0, torch.ones(())),
+    "get_total_norm": total_norm,
     "clip_grad_value_": clipping(nn.utils.clip_grad_value_, 1.0),
     "GradScaler": torch_scaler,
 }
 CASES = [(name, reader) for name in ("FSDP", *ENGINES) for reader in READER]
+CASES = [case for case in CASES if case[1] != "get_total_norm" or case[0] == "FSDP"]
 CASES.remove(("FSDP", "clip_grad_value_"))  # right: it clips each number by itself
 
 
@@ -79,6 +87,7 @@ PLACES = {
     "clip": "torch.nn.utils.clip_grad",
     "_clip": "torch.nn.utils.clip_grad",
     "GradScaler": "torch.amp.grad_scaler",
+    "Module": "torch.nn.modules.module",
     "DistributedDataParallel": "torch.nn.parallel.distributed",
     "_move": "torch.distributed.fsdp._fully_shard._fsdp_init",
 }
@@ -118,6 +127,7 @@ def left(name):
 
 def deleted(name):
     param = next(iter(after_backward(name)[0].parameters()))
+    assert type(copy.deepcopy(param.grad)) is type(pickle.loads(pickle.dumps(param.grad)))
     del param.grad
     return param.grad is None
 
@@ -175,12 +185,48 @@ class SignSGD(torch.optim.Optimizer):
 
 
 class Unmarked(SignSGD):
-    """One that says nothing of itself: nobody can know, and most are elementwise."""
+    """One that says nothing of itself: nobody can know."""
 
     elementwise = False
 
 
-@pytest.mark.parametrize("optimizer_cls", [SignSGD, Unmarked, NAdam])
+class OwnStep(AdamW):
+    """One of PyTorch's, with a step of its own."""
+
+    step = Unmarked.step
+
+
+class Named(AdamW):
+    """One of PyTorch's, with its step."""
+
+
+@pytest.mark.parametrize("optimizer_cls", [Unmarked, OwnStep])
+@pytest.mark.parametrize("name", ["FSDP", "ShardedOptimizer"])
+def test_an_optimizer_with_a_step_of_its_own_has_to_say_what_it_is(pools, name, optimizer_cls):
+    def told(rank):
+        params = (FSDP(net()) if name == "FSDP" else net()).parameters()
+        args = (optimizer_cls,) if name == "ShardedOptimizer" else ()
+        make = ShardedOptimizer if args else optimizer_cls
+        with pytest.raises(CourseError, match="elementwise = True in a class of your own") as said:
+            make(params, *args, lr=0.1)
+        return f"got {optimizer_cls.__name__}" in str(said.value)
+
+    assert pools(2).run(told) == [True] * 2
+
+
+@pytest.mark.parametrize("name", ["ZeRO2", "ZeRO3"])
+def test_the_module_does_not_clear_what_an_engine_keeps(pools, name):
+    def told(rank):
+        model, module, _ = after_backward(name)
+        with pytest.raises(CourseError, match=r"got module.zero_grad\(\).* Try engine.zero_grad"):
+            module.zero_grad()
+        model.zero_grad()
+        module.zero_grad()
+
+    pools(2).run(told)
+
+
+@pytest.mark.parametrize("optimizer_cls", [SignSGD, Named, NAdam])
 def test_an_elementwise_optimizer_steps_shards_as_one_process(pools, optimizer_cls):
     def weights(rank, sharded):
         module = net()

@@ -264,6 +264,29 @@ def behind_ddp(rank, ours):
     return [param.detach().clone() for param in module.parameters()], counted(log)
 
 
+@pytest.mark.parametrize(("dtype", "offload"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_a_step_keeps_weights_that_were_changed_from_outside(pools, dtype, offload):
+    step = 2.0**-12  # less than 16 bits show
+
+    def weights(rank):
+        module = nn.Linear(2, 3, bias=False, dtype=dtype)
+        engine = ZeRO1(module, torch.optim.SGD, lr=step, offload=offload)
+        with torch.no_grad():
+            module.weight.fill_(1.0)[0] = 3.0
+        for _ in range(3):
+            engine.zero_grad()
+            engine(torch.ones(1, 2, dtype=dtype)).sum().backward()
+            engine.step()
+            with torch.no_grad():
+                module.weight.clamp_(max=2.0)
+        full = engine.full_state_dict()
+        return full["optimizer"].get("masters", {0: full["model"]["weight"]})[0]
+
+    right = torch.tensor([[2 - 2 * step] * 2] + [[1 - 3 * step] * 2] * 2)
+    for found in pools(2).run(weights):
+        torch.testing.assert_close(found.float(), right, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=nightly)])
 def test_the_bits_of_torch_zero_redundancy_optimizer(pools, world_size):
     ours, theirs = (pools(world_size).run(behind_ddp, who) for who in (True, False))
