@@ -80,7 +80,7 @@ class FSDPShard(GuardedParameter):
 class FSDPGrad(Tensor):
     """The gradient of a shard, of which other ranks have other parts."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

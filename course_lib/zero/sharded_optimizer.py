@@ -114,9 +114,9 @@ class ShardedOptimizer(NotCopied, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_params()
         for flat_param in self.flat_params:
             flat_param.check_views()
-            flat_param.follow_params()
             flat_param.copy_grads_to_masters()
         self.share_settings()
         self.inner.step()
@@ -150,6 +150,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the state: for the same rank of an equally large group."""
         self.share_settings()
+        self._follow_params()
         return {
             "rank": dist.get_rank(self.process_group),
             "group_size": dist.get_world_size(self.process_group),
@@ -187,6 +188,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
 
         Cost:    one all_gather_object of the state
         """
+        self._follow_params()
         mine: dict[int, tuple[int, dict[str, Any]]] = {}
         for number, flat_param, piece, master in self._owned():
             values = {"master": master} if flat_param.has_fp32_master else {}
@@ -242,6 +244,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
 
         names_of   by the id of each parameter: its names in the model
         """
+        self._follow_params()
         found = []
         for _, flat_param, piece, master in self._owned():
             names = names_of[id(flat_param.params[piece.index])]
@@ -259,6 +262,11 @@ class ShardedOptimizer(NotCopied, Optimizer):
     def fp32_masters(self) -> list[Tensor]:
         """The masters that are copies of 16-bit parameters: state to save, too."""
         return [x for one in self.flat_params if one.has_fp32_master for x in one.masters]
+
+    def _follow_params(self) -> None:
+        """Take over what others have written into the parameters."""
+        for flat_param in self.flat_params:
+            flat_param.follow_params()
 
     def _numbered(self) -> Iterator[tuple[int, FlatParam, int]]:
         """Yield each parameter's number in a plain optimizer, flat parameter and index in it."""

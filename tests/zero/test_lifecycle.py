@@ -195,7 +195,9 @@ TOLD = {
     "full_state_dict() to save or copy": lambda rank: engine_of(ZeRO3)[1].module.state_dict(),
     "ZeRO1: need engine.zero_grad() after each step": cleared_by_the_module(ZeRO1),
     "ZeRO3: need engine.zero_grad() after each step": cleared_by_the_module(ZeRO3),
-    "need engine.zero_grad() after a backward that raised": failed_and_cleared_by_the_module,
+    "got module.zero_grad(), which sees this rank's alone. Try engine.zero_grad()": (
+        failed_and_cleared_by_the_module
+    ),
     **{
         f"{stage.__name__}: need engine.zero_grad() after a backward that": after_fault(stage, use)
         for stage, use in {

@@ -279,10 +279,12 @@ def test_a_step_keeps_weights_that_were_changed_from_outside(pools, dtype, offlo
             engine.step()
             with torch.no_grad():
                 module.weight.clamp_(max=2.0)
+        with torch.no_grad():
+            module.weight[2] = 0.5
         full = engine.full_state_dict()
         return full["optimizer"].get("masters", {0: full["model"]["weight"]})[0]
 
-    right = torch.tensor([[2 - 2 * step] * 2] + [[1 - 3 * step] * 2] * 2)
+    right = torch.tensor([[2 - 2 * step] * 2, [1 - 3 * step] * 2, [0.5] * 2])
     for found in pools(2).run(weights):
         torch.testing.assert_close(found.float(), right, rtol=0, atol=0)
 
