@@ -58,7 +58,6 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
         for param in module.parameters():
             if param.requires_grad:
                 call_when_accumulated(param, self._mark_ready)
-                guard(param, DDPParameter)
         mark_wrapped(module.parameters(), self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,10 +84,17 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
             total = grad.contiguous()
             dist.all_reduce(total, group=self.group)
             grad.copy_(total / p)
-        self.is_unfinished = False
+        self._mark(unfinished=False)
 
     def _mark_ready(self) -> None:
-        self.is_unfinished |= self._syncs
+        if self._syncs and not self.is_unfinished:
+            self._mark(unfinished=True)
+
+    def _mark(self, *, unfinished: bool) -> None:
+        """Guard the parameters until finish."""
+        self.is_unfinished = unfinished
+        for param in self._known:
+            guard(param, DDPParameter if unfinished else nn.Parameter)
 
     def _with_gradient(self) -> list[nn.Parameter]:
         """Return the parameters to average: the same, in the same order, on every rank."""

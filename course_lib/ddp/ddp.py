@@ -94,7 +94,6 @@ class DDP(NotCopied, NoSync, nn.Module):
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
                 call_when_accumulated(param, self._mark_ready, number, index)
-                guard(param, DDPParameter)
         mark_wrapped(module.parameters(), self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,6 +132,8 @@ class DDP(NotCopied, NoSync, nn.Module):
         self._busy = False
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.params)))
+            for param in bucket.params:
+                guard(param, nn.Parameter)
 
     def _check_ended(self) -> None:
         """Discard what a backward or a finish has launched before it raised an error.
@@ -173,6 +174,7 @@ class DDP(NotCopied, NoSync, nn.Module):
                 "use_reentrant=False.)"
             )
         bucket.copy_grad(index)
+        guard(bucket.params[index], DDPParameter)  # until finish: it is slower than a plain one
         while self.overlap and len(self._works) < len(self.buckets):
             if self.buckets[len(self._works)].missing:
                 break
