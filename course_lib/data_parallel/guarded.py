@@ -47,7 +47,7 @@ class GuardedParameter(nn.Parameter):
         code = (frame := sys._getframe(1)).f_code
         if code.co_qualname in READERS or code.co_name[0] == "<":  # all others fast
             self._check(frame)
-        return GRAD.__get__(self)  # type: ignore[no-any-return]
+        return GRAD.__get__(self)
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
