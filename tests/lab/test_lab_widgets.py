@@ -144,7 +144,7 @@ def test_predictions_are_committed_by_mouse_and_keyboard_and_then_compared(
     notebook.screenshot("predict_asked")
     size.get_by_label("your prediction (MB)").fill("twelve")
     press("Enter")
-    expect(size.get_by_role("status")).to_contain_text("need a number of MB; got 'twelve'")
+    expect(size.get_by_role("status")).to_contain_text("Type a number: 12, 1.5e9 or 3/4.")
     size.get_by_label("your prediction (MB)").fill("12")
     press("Tab")
     press("Space")
