@@ -54,6 +54,21 @@ class Normed(Net):
             nn.utils.weight_norm(self.blocks[1])
 
 
+class Penalized(nn.Linear):
+    """It leaves a term of the loss in an attribute, as routers of experts do."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        self.penalty = self.weight.square().sum()  # after the output: backward begins with it
+        return output
+
+
+class Penalizing(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Penalized(3, 3) for _ in range(2))
+
+
 class Loop:
     """A plain module with SGD in one process; an engine's loop overrides what it does otherwise."""
 
@@ -74,7 +89,9 @@ class Loop:
         return list(self.model.parameters())
 
     def loss(self, scale: float = 1.0) -> torch.Tensor:
-        return self.model(torch.arange(6.0, dtype=torch.float64).view(2, 3) * scale).square().sum()
+        x = torch.arange(6.0, dtype=torch.float64).view(2, 3) * scale
+        loss = self.model(x).square().sum()
+        return loss + sum(x.penalty for x in self.module.modules() if isinstance(x, Penalized))
 
     def no_sync(self):
         return nullcontext()
@@ -178,11 +195,24 @@ def cleared_in_no_sync(loop):
 
 
 def accumulated(loop):
-    """An L2 term adds to the gradients of the parameters beside what no_sync keeps."""
     with loop.no_sync():
         for _ in range(2):
-            (loop.loss() + sum(param.square().sum() for param in loop.params())).backward()
+            loop.loss().backward()
     loop.step()
+
+
+def dropped(loop):
+    """A backward whose gradients nobody wants, as after a loss that is not finite."""
+    loop.loss(10.0).backward()
+    loop.model.zero_grad()
+    loop.step()
+
+
+def penalized(loop):
+    """A term of the loss that reads parameters outside of the model."""
+    (loop.loss() + sum(param.norm() for param in loop.params())).backward()
+    loop.finish()
+    loop.optimizer.step()
 
 
 def hooked(loop):

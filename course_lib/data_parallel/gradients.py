@@ -98,6 +98,29 @@ def call_when_accumulated(param: nn.Parameter, method: Callable[..., None], *arg
     param.register_post_accumulate_grad_hook(hook)
 
 
+def tensors_kept(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the tensors with a gradient that a forward has left in attributes, such as a loss.
+
+    Backward may begin with one of them, before the gradient of the modules' output is known.
+    """
+    values = [value for module in modules for value in vars(module).values()]
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    kept = [*values, *(one for each in lists for one in each)]
+    return [one for one in kept if isinstance(one, Tensor) and one.grad_fn is not None]
+
+
+def need_plain_backward(where: str, attempt: str) -> None:
+    """Check that backward computes no graph of its own: with it, it would use freed weights later.
+
+    Raises:  CourseError if it does
+    """
+    if torch.is_grad_enabled():
+        raise CourseError(
+            f"{where}: need a backward that computes gradients only; got create_graph=True, whose "
+            f"second backward would find weights freed. Try {attempt}."
+        )
+
+
 def all_zero(params: Iterable[Tensor]) -> bool:
     """Return whether zero_grad() has cleared the gradients of these parameters."""
     return not any(param.grad is not None and bool(param.grad.any()) for param in params)

@@ -7,7 +7,7 @@ ranks, as a view of its bucket. Notebook 06_ddp.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,11 @@ from course_lib.data_parallel.gradients import (
     not_cleared,
     require_gradients,
     require_known,
+    some_names,
     used_on_any_rank,
 )
 from course_lib.data_parallel.guarded import DDPParameter, guard
-from course_lib.ddp.buckets import make_buckets
+from course_lib.ddp.buckets import Bucket, make_buckets
 
 
 class Mean:
@@ -117,9 +118,18 @@ class DDP(NotCopied, NoSync, nn.Module):
             self._launch()
         if self.find_unused and self.buckets:
             used = used_on_any_rank(used, self.buckets[0].flat.device, self.group)
-        for work in self._works:
+        for bucket, work in zip(self.buckets, self._works, strict=True):
+            if bucket.flat._version != bucket.launched_at:
+                self._refuse_change(bucket)
             work.wait()
         self._clear_unused(used)
+        self._begin_round()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also those of a backward that nobody will finish."""
+        for work in self._works:
+            work.wait()
+        super().zero_grad(set_to_none)
         self._begin_round()
 
     @property
@@ -185,6 +195,13 @@ class DDP(NotCopied, NoSync, nn.Module):
         bucket = self.buckets[len(self._works)]
         self._works.append(self.comm_hook(bucket.flat, self.group))
         bucket.launched_at = bucket.flat._version
+
+    def _refuse_change(self, bucket: Bucket) -> NoReturn:
+        raise CourseError(
+            f"rank {dist.get_rank()}, DDP: need gradients that nobody changes while they are sent; "
+            f"got a change in the bucket of {some_names(bucket.names)} since its launch. Try to "
+            "change gradients after finish(), or by hooks registered before DDP(...)."
+        )
 
     def _copy_remaining(self) -> list[bool]:
         """Copy the gradients that no hook has copied; return which parameters have one."""

@@ -5,10 +5,12 @@ divide the rows, the last shards are shorter or empty; messages have room for th
 This file is arithmetic on shapes, without communication. Notebook 10_fsdp.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+import torch
 from torch import Tensor
 
 
@@ -79,3 +81,18 @@ class Dim0Layout:
         if full < self.p:
             slots[full:].zero_()
             slots[full, : self.numel - end].copy_(flat[end:])
+
+
+def columns(
+    layouts: Sequence[Dim0Layout], dtypes: Sequence[torch.dtype]
+) -> tuple[list[tuple[int, Dim0Layout, torch.dtype]], int]:
+    """Return where each parameter's slot begins in a row, in bytes, and the bytes of a row.
+
+    Each start, and the row, is a multiple of the largest number's bytes, so that each is aligned.
+    """
+    unit = max(dtype.itemsize for dtype in dtypes)
+    columns, start = [], 0
+    for layout, dtype in zip(layouts, dtypes, strict=True):
+        columns.append((start, layout, dtype))
+        start += -(-layout.slot_numel * dtype.itemsize // unit) * unit
+    return columns, start

@@ -29,14 +29,23 @@ from course_lib.data_parallel.gradients import (
     NotCopied,
     all_zero,
     call_when_accumulated,
+    need_plain_backward,
     not_cleared,
     require_known,
+    tensors_kept,
 )
 from course_lib.fsdp.mesh import sharding_groups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy, policy_of
 from course_lib.fsdp.param_group import FSDPParamGroup
 from course_lib.fsdp.prefetch import UnitOrder
-from course_lib.fsdp.state import full_state, load_full, load_sharded, param_shards, sharded_state
+from course_lib.fsdp.state import (
+    full_state,
+    load_full,
+    load_sharded,
+    param_shards,
+    refuse_shards,
+    sharded_state,
+)
 from course_lib.fsdp.units import Choice, Unit, make_units, share_buffers
 from course_lib.zero.clip import clip_shards
 
@@ -67,7 +76,8 @@ class FSDP(NotCopied, NoSync, nn.Module):
     rank does not use counts as zero there; one that no rank uses has no gradient. Inside
     `no_sync()` backward keeps whole gradients on the rank, and the next backward outside reduces
     them. Hooks on shards are called when their gradient is complete; `requires_grad_()` counts from
-    the next forward on. A copy or a pickle is refused: use `full_state_dict()`.
+    the next forward on. Weights may be used in the forward of their unit alone, the root's in that
+    of the model. A copy or a pickle is refused: use `full_state_dict()`.
 
     Cost:    per step and unit one all_gather, another one if it was freed, and one reduce_scatter;
              with replicas one all_reduce of its shards' gradients
@@ -110,6 +120,10 @@ class FSDP(NotCopied, NoSync, nn.Module):
             unit.module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
             self._call_when_ready(unit)
+        if self.groups.shard.size > 1:
+            for part in self.root.owners:
+                part.register_forward_pre_hook(self._check_gathered)
+            module.register_state_dict_pre_hook(refuse_shards)
         mark_wrapped(plain, self)  # to replace an earlier wrapper
 
     @property
@@ -126,7 +140,11 @@ class FSDP(NotCopied, NoSync, nn.Module):
         for param_group in self.param_groups:
             param_group.begin_forward()
         self.forward_order.visits = []
-        output = self.module(*args, **kwargs)
+        try:
+            output = self.module(*args, **kwargs)
+        finally:
+            for param_group in self.param_groups:
+                param_group.end_forward()
         self.forward_order.end_pass()
         return tree_map_only(Tensor, partial(_cast, dtype=self.policy.output_dtype), output)
 
@@ -203,6 +221,14 @@ class FSDP(NotCopied, NoSync, nn.Module):
                 call_when_accumulated(param, self._mark_ready, unit, index)
                 param.requires_grad_(trains)
 
+    def _check_gathered(self, part: nn.Module, _args: Any) -> None:
+        if self.root.param_group and not self.root.param_group.is_whole:
+            raise CourseError(
+                f"FSDP: need a call of the whole model, which gathers weights; got one of "
+                f"{type(part).__name__} alone, which has this rank's shard. Try model(inputs), or "
+                "units= with it."
+            )
+
     def _use(self, unit: Unit, order: UnitOrder) -> None:
         """Gather a unit's parameters, and prefetch those of the next unit."""
         unit.start_gather()
@@ -224,7 +250,7 @@ class FSDP(NotCopied, NoSync, nn.Module):
 
     def _after_forward(self, unit: Unit, _module: nn.Module, _args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            for tensor in unit.tensors_in(output):
+            for tensor in (*unit.tensors_in(output), *tensors_kept(unit.parts)):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit, self._num_uses))
         keep = self._trains and (unit is self.root or not self.reshard_after_forward)
@@ -232,6 +258,7 @@ class FSDP(NotCopied, NoSync, nn.Module):
             unit.free(keep_part=self._trains)
 
     def _before_backward(self, unit: Unit, num_uses: int, _grad: Tensor) -> None:
+        need_plain_backward("FSDP", "DDP")
         if not self._in_backward:
             self._in_backward = True
             used = [(unit, unit.param_group) for unit in self.forward_order.used]

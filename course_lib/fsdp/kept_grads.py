@@ -51,3 +51,8 @@ class KeptGrads(dict[int, Tensor]):
         """Drop all of them."""
         super().clear()
         self._marks = {}
+
+
+def is_negative_zero(number: Tensor) -> bool:
+    """Return whether a number is -0.0."""
+    return bool((number == 0) & number.real.signbit())

@@ -21,11 +21,17 @@ from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
 from course_lib.data_parallel.gradients import accumulate
 from course_lib.data_parallel.guarded import guard
-from course_lib.fsdp.dim0_layout import Dim0Layout
-from course_lib.fsdp.kept_grads import KeptGrads
+from course_lib.fsdp.dim0_layout import Dim0Layout, columns
+from course_lib.fsdp.kept_grads import KeptGrads, is_negative_zero
 from course_lib.fsdp.mesh import ShardingGroups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
-from course_lib.zero.guards import FSDPGrad, FSDPShard, ReplacedParameter
+from course_lib.zero.guards import (
+    AwayParam,
+    FSDPGrad,
+    FSDPShard,
+    ReplacedParameter,
+    refuse_gradient,
+)
 
 
 @dataclass(eq=False)
@@ -55,7 +61,8 @@ class FSDPParamGroup:
     """The parameters of a unit; this rank owns a shard of each.
 
     shards      this rank's shards in the parameters' own dtypes, which the optimizer steps;
-                modules have them whenever the unit is not gathered
+                modules have them whenever the unit is not gathered, but in forward
+    away        what modules have instead in forward, so that nobody computes with shards
     params      whole parameters in param_dtype, which modules have while it is gathered
     whole       the memory of `params`, in bytes; emptied when they are freed
     gathered    every rank's slots, in bytes, during an all_gather [p, row_bytes]
@@ -86,7 +93,7 @@ class FSDPParamGroup:
             policy.param_dtype or shard.dtype if shard.is_floating_point() else shard.dtype
             for shard in self.shards
         ]
-        self._columns, self.row_bytes = _columns(self.layouts, dtypes)
+        self._columns, self.row_bytes = columns(self.layouts, dtypes)
         self.whole = torch.empty(
             self.row_bytes * self.member.size, dtype=torch.uint8, device=device
         )
@@ -108,6 +115,11 @@ class FSDPParamGroup:
         self.kept_grads = KeptGrads([names[0] for names in self.names], self.shards)
         self.absent: set[int] = set()
         self.version = -1  # of the shards when they were gathered
+        self.away: list[nn.Parameter] = [AwayParam(shard.detach(), False) for shard in self.shards]
+        if groups.num_ranks > 1:
+            first = [names[0] for names in self.names]
+            self._accumulators = [*map(refuse_gradient, self.shards, first)]
+        self._idle = self.shards  # what modules have when the unit is not gathered
         self._register(self.shards)
 
     # --- parameters
@@ -120,7 +132,7 @@ class FSDPParamGroup:
     def begin_forward(self) -> None:
         """Free what a forward without a backward has left, and follow requires_grad_() since then.
 
-        Modules have the shards, but whole parameters where such a forward has left them.
+        It may be that of a shard, or of a whole parameter where such a forward has left one.
         """
         self.free()
         self.kept_part = None
@@ -131,6 +143,15 @@ class FSDPParamGroup:
                     shard.requires_grad_(param.requires_grad)
                 param.requires_grad_(shard.requires_grad)
             self._set_trained()
+        self._idle = self.away if self.groups.num_ranks > 1 else self.shards
+        if not self.is_whole:
+            self._register(self._idle)
+
+    def end_forward(self) -> None:
+        """Give the modules the shards again, which a parameter list of theirs should show."""
+        self._idle = self.shards
+        if self.gathering is not None or not self.is_whole:
+            self._register(self.shards)
 
     def _set_trained(self) -> None:
         self._flags = [shard.requires_grad for shard in self.shards]
@@ -196,7 +217,7 @@ class FSDPParamGroup:
         self.wait_gather()
         if self.is_whole:
             self.whole.untyped_storage().resize_(0)
-            self._register(self.shards)
+            self._register(self._idle)
 
     def has_changed(self) -> bool:
         """Return whether a shard has been changed in place since the last gather."""
@@ -349,26 +370,6 @@ class FSDPParamGroup:
             rows[:, start : start + layout.slot_numel * dtype.itemsize].view(dtype)
             for start, layout, dtype in self._columns
         ]
-
-
-def is_negative_zero(number: Tensor) -> bool:
-    """Return whether a number is -0.0."""
-    return bool((number == 0) & number.real.signbit())
-
-
-def _columns(
-    layouts: Sequence[Dim0Layout], dtypes: Sequence[torch.dtype]
-) -> tuple[list[tuple[int, Dim0Layout, torch.dtype]], int]:
-    """Return where each parameter's slot begins in a row, in bytes, and the bytes of a row.
-
-    Each start, and the row, is a multiple of the largest number's bytes, so that each is aligned.
-    """
-    unit = max(dtype.itemsize for dtype in dtypes)
-    columns, start = [], 0
-    for layout, dtype in zip(layouts, dtypes, strict=True):
-        columns.append((start, layout, dtype))
-        start += -(-layout.slot_numel * dtype.itemsize // unit) * unit
-    return columns, start
 
 
 def _scatter_shard(

@@ -68,6 +68,22 @@ def gather_whole(layout: Dim0Layout, shard: Tensor, param_group: FSDPParamGroup)
     return layout.whole_in(slots).clone()
 
 
+def plain_state(module: nn.Module) -> StateDict:
+    """Return the module's state_dict(), with shards in the place of parameters."""
+    state = module.state_dict(keep_vars=True)  # so that `refuse_shards` knows us
+    return {name: x.detach() if isinstance(x, Tensor) else x for name, x in state.items()}
+
+
+def refuse_shards(_module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    """Refuse the wrapped module's own state_dict(): most of the model would be missing in it."""
+    if not keep_vars:
+        raise CourseError(
+            "FSDP: need the weights of all ranks in a state_dict; got that of the wrapped module, "
+            "which has this rank's shards. Try model.full_state_dict(), or model.state_dict() for "
+            "shards by rank."
+        )
+
+
 @torch.no_grad()
 def full_state(module: nn.Module, param_groups: Sequence[FSDPParamGroup], keep: bool) -> StateDict:
     """Return the plain module's state_dict; without `keep` this rank only takes part."""
@@ -75,7 +91,7 @@ def full_state(module: nn.Module, param_groups: Sequence[FSDPParamGroup], keep: 
     for names, layout, shard, group in sharded_params(param_groups):
         whole = gather_whole(layout, shard, group)
         tensors |= dict.fromkeys(names, whole) if keep else {}
-    state = module.state_dict()
+    state = plain_state(module)
     return {name: tensors.get(name, value) for name, value in state.items()} if keep else {}
 
 
@@ -84,7 +100,7 @@ def load_full(
     module: nn.Module, param_groups: Sequence[FSDPParamGroup], state: Mapping[str, Any]
 ) -> None:
     """Load this rank's shards, and the buffers, from a plain module's state_dict."""
-    ours, theirs = set(module.state_dict()), set(state)
+    ours, theirs = set(plain_state(module)), set(state)
     if ours != theirs:
         raise CourseError(
             f"FSDP.load_full_state_dict: need the names of the model; got "
@@ -107,7 +123,7 @@ def sharded_state(module: nn.Module, param_groups: Sequence[FSDPParamGroup]) -> 
 
     shapes   of the whole parameters
     """
-    state, shapes = module.state_dict(), dict[str, tuple[int, ...]]()
+    state, shapes = plain_state(module), dict[str, tuple[int, ...]]()
     for names, layout, shard, _ in sharded_params(param_groups):
         state |= dict.fromkeys(names, shard.detach().clone())
         shapes |= dict.fromkeys(names, layout.shape)

@@ -35,8 +35,15 @@ class Unit:
     module: nn.Module
     param_group: FSDPParamGroup | None
     has_units: bool  # other units lie within it
+    parts: list[nn.Module]  # it and the modules within it, but for those of other units
     needed: bool = False
     first_use: int = 0
+
+    @property
+    def owners(self) -> set[nn.Module]:
+        """The modules within it that have its parameters."""
+        found = self.param_group.found if self.param_group else []
+        return {owner for one in found for _, owner, _ in one.owners} - {self.module}
 
     def start_gather(self) -> None:
         """Launch the all_gather, unless the unit is gathered."""
@@ -137,8 +144,10 @@ def make_units(
     for name, part in chosen.items():
         own = [one for one in found if one.unit == name]
         param_group = FSDPParamGroup(name, own, groups, policy, device) if own else None
-        inner = any(other is not part and other in chosen.values() for other in part.modules())
-        units.append(Unit(name, part, param_group, inner))
+        within = [one for one in part.modules() if one is not part and one in chosen.values()]
+        inner = {one for unit in within for one in unit.modules()}
+        parts = [one for one in part.modules() if one not in inner]
+        units.append(Unit(name, part, param_group, bool(within), parts))
     return units
 
 

@@ -10,7 +10,6 @@ and `free`. Notebook 09_zero.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from course_lib.data_parallel.composition import mark_split
 from course_lib.data_parallel.gradients import NotCopied
 from course_lib.data_parallel.guarded import guard
 from course_lib.zero.flat_layout import FlatLayout, Piece
-from course_lib.zero.guards import ZeROParameter
+from course_lib.zero.guards import Away, ZeROParameter
 from course_lib.zero.offload import Offload
 
 FULL = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -38,31 +37,19 @@ class PendingReduceScatter:
     work: dist.Work
 
 
-class FreedParam(ZeROParameter):
+class FreedParam(Away, ZeROParameter):
     """A parameter that has no memory: whatever computes with it is told so."""
+
+    needs = (
+        "ZeRO3: need a parameter that is gathered; got one that is freed between uses of its "
+        "module. Try engine.full_state_dict() to save or copy; for an L2 term the optimizer's "
+        "weight_decay, or ZeRO2."
+    )
 
     @property
     def is_part(self) -> bool:
         """True, also without an engine that could gather it."""
         return True
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        found = result if isinstance(result, list | tuple) else [result]
-        if func not in PASSIVE and any(isinstance(one, Tensor) for one in found):
-            raise CourseError(
-                "ZeRO3: need a parameter that is gathered; got one that is freed between uses of "
-                "its module. Try engine.full_state_dict() to save or copy; for an L2 term the "
-                "optimizer's weight_decay, or ZeRO2."
-            )
-        return result
-
-
-PASSIVE = (Tensor.grad.__get__, Tensor.requires_grad_)  # type: ignore[union-attr]
 
 
 class FlatParam(NotCopied):

@@ -19,6 +19,7 @@ from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_compiled
+from course_lib.data_parallel.gradients import need_plain_backward, tensors_kept
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.offload import Offload
 
@@ -104,9 +105,14 @@ def _after_forward(flat_params: list[FlatParam], part: nn.Module, args: Any, out
             "ZeRO3: need tensors as a module's output, or tuples, lists and dicts of them; "
             f"got {type(output).__name__} of {type(part).__name__}. Try a tuple."
         )
-    for tensor in tensors:
+    for tensor in (*tensors, *tensors_kept([part])):
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: _gather(flat_params))
+            tensor.register_hook(partial(_before_backward, flat_params))
+
+
+def _before_backward(flat_params: list[FlatParam], _grad: Tensor) -> None:
+    need_plain_backward("ZeRO3", "ZeRO2")
+    _gather(flat_params)
 
 
 class _BackwardEnd(torch.autograd.Function):

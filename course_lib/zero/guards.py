@@ -6,10 +6,12 @@ shard what is sharded already. Notebooks 09_zero, 10_fsdp.
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn, optim
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import _foreach_supported_types
 
@@ -28,6 +30,36 @@ from course_lib.data_parallel.guarded import (
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)  # and their state is simple enough to shard
 WHOLE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)  # whole, or sparse, tensors
+
+
+PASSIVE = (Tensor.grad.__get__, Tensor.requires_grad_)  # type: ignore[union-attr]
+
+
+class Away(nn.Parameter):
+    """A parameter whose values are not here: whatever computes with it is told so."""
+
+    needs: ClassVar[str]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        found = result if isinstance(result, list | tuple) else [result]
+        if func not in PASSIVE and any(isinstance(one, Tensor) for one in found):
+            raise CourseError(cls.needs)
+        return result
+
+
+class AwayParam(Away):
+    """What a module has in forward in the place of a shard, while its unit is not gathered."""
+
+    needs = (
+        "FSDP: need weights inside the forward of their unit, where they are gathered; got one "
+        "that is used outside. Try units= with a module that has both, or that leave it to the "
+        "root."
+    )
 
 
 class ZeROParameter(GuardedParameter):
@@ -111,6 +143,28 @@ class ReplacedParameter(nn.Parameter):
         )
 
     grad: Any = property(_refuse, _refuse, _refuse)
+
+
+def refuse_gradient(shard: nn.Parameter, name: str) -> Any:
+    """Refuse a gradient that autograd computes for a shard: it is not the mean over ranks.
+
+    Return the node that accumulates it, which keeps its hook as long as it is kept.
+    """
+
+    def refuse(_grads: Any) -> None:
+        raise CourseError(
+            "FSDP: need computations with weights inside the forward of their unit, where they are "
+            f"gathered; got one with this rank's shard of {name}. Try to call the whole model "
+            "instead of a part of it, and weight_decay in the optimizer for an L2 term."
+        )
+
+    if not (shard.is_floating_point() or shard.is_complex()):
+        return None
+    trains = shard.requires_grad
+    node = get_gradient_edge(shard.requires_grad_(True)).node
+    node.register_prehook(refuse)
+    shard.requires_grad_(trains)  # a frozen one may train later
+    return node
 
 
 def steps_as_torch(optimizer_cls: type[Optimizer]) -> bool:

@@ -56,6 +56,8 @@ LAW = [
     (lifecycle.freeze_and_unfreeze, {}, {}),
     (lifecycle.cleared_in_no_sync, {}, {}),
     (lifecycle.accumulated, {}, {}),
+    (lifecycle.dropped, {}, {}),
+    (lifecycle.penalized, {}, {}),
     (lifecycle.steps, {"build": lifecycle.Complex}, {}),
 ]
 
@@ -84,6 +86,16 @@ def finished_after_fault(loop):
     loop.finish()
 
 
+def changed_in_flight(loop):
+    """A hook after DDP's changes a gradient which is on its way."""
+
+    def halve(param):
+        param.grad.mul_(0.5)
+
+    loop.module.head.weight.register_post_accumulate_grad_hook(halve)
+    loop.step()
+
+
 def clipped_before_finish(loop):
     loop.loss().backward()
     nn.utils.clip_grad_norm_(loop.module.parameters(), 1.0)
@@ -109,6 +121,7 @@ TOLD = {
     ),
     "need model.zero_grad() after": lambda rank: finished_after_fault(FindsUnused()),
     "NaiveDDP: need the parameters to train": late_layer(Naive),
+    "got a change in the bucket of head.weight": lambda rank: changed_in_flight(Buckets()),
 }
 
 

@@ -215,7 +215,8 @@ def goes_on(wrap, mine, name):
     model, fresh, (x, y) = wrap(build(name, 0)), wrap(build(name, 1)), map(mine, batch())
     (old,), (new,) = adamw(model.module), adamw(fresh.module)
     step(model, [old], x, y, "a step")
-    fresh.module.load_state_dict(copy.deepcopy(model.module.state_dict()))
+    shards = model.module.state_dict(keep_vars=True)
+    fresh.module.load_state_dict({name: x.detach().clone() for name, x in shards.items()})
     new.load_state_dict(copy.deepcopy(old.state_dict()))
     return step(fresh, [new], x, y, "the next step") | state(fresh)
 

@@ -43,6 +43,8 @@ LAW = [
     (lifecycle.unfreeze, FROZEN, {}),
     (lifecycle.cleared_in_no_sync, {}, {}),
     (lifecycle.accumulated, {}, {}),
+    (lifecycle.dropped, {}, {}),
+    (lifecycle.steps, {"build": lifecycle.Penalizing}, {}),
     (lifecycle.hooked, {}, {}),
     (lifecycle.steps, {"build": lifecycle.Normed}, {}),
     (lifecycle.steps, {"build": lifecycle.Complex}, {}),
@@ -141,7 +143,33 @@ def failed_after_reduced(loop):
     loop.loss()
 
 
+class Reader(Net):
+    """It computes with a weight of a block, which is not gathered then."""
+
+    def forward(self, x):
+        return super().forward(x) + nn.functional.linear(x, self.blocks[0].weight)[:, :2]
+
+
+def read_in_evaluation(loop):
+    with torch.no_grad():
+        loop.loss()
+
+
 TOLD = {
+    "FSDP: need weights inside the forward of their unit, where they are gathered; got one that": (
+        lambda rank: Sharded(Reader).loss()
+    ),
+    "that is used outside. Try units=": lambda rank: read_in_evaluation(Sharded(Reader)),
+    "got one with this rank's shard of head.bias": (lambda rank: lifecycle.penalized(Sharded())),
+    "got one of Linear alone, which has this rank's shard": (
+        lambda rank: Sharded().module.head(torch.ones(1, 3).double())
+    ),
+    "FSDP: need a backward that computes gradients only; got create_graph=True": (
+        lambda rank: Sharded().loss().backward(create_graph=True)
+    ),
+    "got that of the wrapped module, which has this rank's shards": (
+        lambda rank: Sharded().module.state_dict()
+    ),
     "FSDP: need a model outside of a process group": lambda rank: copy.deepcopy(FSDP(Net())),
     "outside of a process group to copy": lambda rank: copy.deepcopy(FSDP(Net()).module),
     "process group to copy or pickle": lambda rank: AveragedModel(FSDP(Net())),

@@ -72,6 +72,7 @@ LAW = [
     (lifecycle.changed_through_data, {}),
     (lifecycle.freeze_and_unfreeze, {}),
     (lifecycle.steps, {"build": lifecycle.Normed}),
+    (lifecycle.steps, {"build": lifecycle.Penalizing}),
     (lifecycle.steps, {"build": lifecycle.Complex}),
 ]
 
@@ -184,6 +185,9 @@ TOLD = {
     "ShardedOptimizer: need a model outside": lambda rank: copy.deepcopy(Optimizer().optimizer),
     "ZeRO3: need a parameter that is gathered": lambda rank: copy.deepcopy(
         engine_of(ZeRO3)[1].module
+    ),
+    "ZeRO3: need a backward that computes gradients only": (
+        lambda rank: Stage3().loss().backward(create_graph=True)
     ),
     "got one that is freed between uses of its module": outside(
         lambda params: params[0].square().sum()
