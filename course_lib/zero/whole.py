@@ -1,0 +1,83 @@
+"""ZeRO-2 on one screen: an optimizer step in three phases, with one message per parameter.
+
+It says what a rank does, and nothing else. `zero.py` puts many parameters into one message, and
+adds stages 1 and 3, clipping, masters in float32, offload and checkpoints. Notebook 09_zero.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from course_lib.collectives.group import Group, member_of
+from course_lib.data_parallel.gradients import require_gradients
+
+
+class WholeZeRO2:
+    """`module` on every rank; each rank keeps 1/p of the gradients and of the optimizer state.
+
+    optimizer = WholeZeRO2(module, torch.optim.AdamW, lr=1e-3)
+    loss_of(module(inputs)).backward(); optimizer.step()
+
+    Every rank begins with the weights of the group's first one. A step needs a gradient of every
+    trained parameter, and one backward.
+
+    Cost:    per step one reduce_scatter of each gradient, one all_gather of each parameter
+    Raises:  CourseError that names parameters without a gradient
+    Source:  Rajbhandari et al. 2020 (ZeRO), sections 5.2 and 7.2.1
+    """
+
+    def __init__(
+        self, module: nn.Module, cls: type[Optimizer], group: Group = None, **options: Any
+    ) -> None:
+        self.member = member_of(group, "WholeZeRO2")
+        named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        self.names, self.params = [name for name, _ in named], [param for _, param in named]
+        for tensor in (*module.parameters(), *module.buffers()):
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole, self.member.global_rank(0), group)
+            tensor.detach().copy_(whole)
+        # A rank owns the same part of every parameter: the optimizer knows nothing else.
+        self.shards = [nn.Parameter(self._slots(x.detach())[self.member.rank]) for x in self.params]
+        self.optimizer = cls(self.shards, **options)
+        self.in_flight: dict[int, tuple[dist.Work, Tensor, Tensor]] = {}
+        for number, param in enumerate(self.params):
+            param.register_post_accumulate_grad_hook(partial(self._reduce, number))
+
+    def _slots(self, whole: Tensor) -> Tensor:
+        """Return p equal parts of a tensor, the last ones filled up with zeros [p, ceil(n / p)]."""
+        width = -(-whole.numel() // self.member.size)
+        slots = whole.new_zeros(self.member.size * width)
+        slots[: whole.numel()] = whole.flatten()
+        return slots.view(self.member.size, width)
+
+    def _reduce(self, number: int, param: Tensor) -> None:
+        """Phase 1, in backward: send a gradient as soon as it is complete, and free it."""
+        assert param.grad is not None
+        slots, param.grad = self._slots(param.grad), None
+        own = torch.empty_like(slots[0])
+        work = dist.reduce_scatter_single(
+            own, slots.view(-1), group=self.member.group, async_op=True
+        )
+        self.in_flight[number] = work, own, slots
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step this rank's shards, and give all ranks the new parameters."""
+        missing = [name for n, name in enumerate(self.names) if n not in self.in_flight]
+        require_gradients(missing, "WholeZeRO2.step", "backward() before step()")
+        # Phase 2: the mean of this rank's part of each gradient; the optimizer steps
+        for number, (work, own, _) in self.in_flight.items():
+            work.wait()
+            self.shards[number].grad = own.div_(self.member.size)
+        self.in_flight.clear()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        # Phase 3: gather the parameters
+        for param, shard in zip(self.params, self.shards, strict=True):
+            slots = shard.new_empty(self.member.size * shard.numel())
+            dist.all_gather_single(slots, shard.detach(), group=self.member.group)
+            param.copy_(slots[: param.numel()].view(param.shape))
