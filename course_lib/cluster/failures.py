@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from course_lib.cluster.launcher_lines import LAUNCHER, LINE
+from course_lib.cluster.launcher_lines import CHAINED, LAUNCHER, LINE, NOT_MET
 from course_lib.cluster.scheduler import JobState, in_words
 from course_lib.core.plain_text import one_line
 from course_lib.core.units import MIB
@@ -21,7 +21,6 @@ OUT_OF_TIME = "it ran until its time limit. Try course submit with a longer --ti
 PREFIX = re.compile(r"(?:\s*(\d+): )?(?:\[rank(\d+)\]: ?)?(.*)")
 FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
 NOT_THEIRS = re.compile(r"(site|dist)-packages/|/lib/python3|/course_lib/|^<")
-CHAINED = ("The above exception was the direct", "During handling of the above")
 CONSEQUENCE = re.compile(  # of another rank that has gone, or of the end of the job
     r"ConnectionLostError|Connection (closed|reset) by peer|Broken pipe|remote process exited"
     r"|got 0 bytes|SignalException|ChildFailedError"
@@ -115,7 +114,7 @@ def _candidates(text: str, tracebacks: Sequence[Traceback]) -> Iterator[str]:
         if not end["signal"] and f"rank {end['rank']}" not in speaks:
             yield f"rank {end['rank']} on {end['host']}: ended with exit code {end['code']}"
     yield from (
-        f"torchrun: {one.error}"
+        f"torchrun: {NOT_MET.sub('the nodes did not meet: ', one.error)}".rstrip(": ")
         for one in tracebacks
         if one.is_launchers and not one.is_consequence
     )
@@ -126,7 +125,10 @@ def _candidates(text: str, tracebacks: Sequence[Traceback]) -> Iterator[str]:
 
 
 def _tracebacks(lines: Iterable[str]) -> list[Traceback]:
-    """Return the tracebacks in the order of their ends; of a chain of exceptions, the last one."""
+    """Return the tracebacks in the order of their ends; of a chain of exceptions, the last one.
+
+    Where torchrun's nodes did not meet, the first one says why.
+    """
     found: list[Traceback] = []
     begun: dict[str, Traceback] = {}
     for line in lines:
@@ -135,7 +137,7 @@ def _tracebacks(lines: Iterable[str]) -> list[Traceback]:
         frame = FRAME.match(text)
         if text.startswith(CHAINED):
             earlier = [one for one in found if one.who == who][-1:]
-            found = [one for one in found if one not in earlier]
+            found = [one for one in found if one not in earlier or NOT_MET.match(one.error)]
         elif text.startswith("Traceback (most recent call last)") or (frame and who not in begun):
             begun[who] = Traceback(who)
         if frame:

@@ -16,8 +16,14 @@ LINE = re.compile(
 )
 FRAMES = re.compile(r"(?:frame #\d+: |Exception raised)")
 TRACEBACK = re.compile(r"Traceback \(most recent call last\):$")
-LAUNCHER = re.compile(r'  File ".*(?:torch/distributed/(?:run\.py|launcher/)|/torchrun")')
-ENDED = re.compile(r"torch\.distributed\.elastic\.\S*(?:ChildFailedError|SignalException)")
+LAUNCHER = re.compile(
+    r'  File ".*(?:torch/distributed/(?:run\.py|launcher/|elastic/rendezvous/)|/torchrun")'
+)
+NOT_MET = re.compile(r"torch\.distributed\.(?:elastic\.\S*Rendezvous\w+Error|Dist\w+Error)(?:: |$)")
+ENDED = re.compile(
+    rf"torch\.distributed\.elastic\.\S*(?:ChildFailedError|SignalException)|{NOT_MET.pattern}"
+)
+CHAINED = ("The above exception was the direct", "During handling of the above")
 BAR = re.compile(r"={20,}$")
 REPORT = re.compile(
     r"(?:[=-]{20,}$|.* FAILED$|Failures:$|Root Cause |\[\d+\]:$|  <NO_OTHER_FAILURES>$"
@@ -38,7 +44,7 @@ class WithoutLauncher:
     def __init__(self, source: GrowingLog) -> None:
         self._source, self._left_out, self._bars = source, 0, 0
         self._held: list[str] = []  # a traceback that may turn out to be the launcher's
-        self._after_frames = False
+        self._after_left_out = False  # frames, or a traceback of the launcher
 
     def read(self, *, last: bool = False) -> str:
         """Return the new text; with `last`, also a line that is not ended."""
@@ -54,11 +60,12 @@ class WithoutLauncher:
         """Return what is to be shown by now: nothing, or this line after those held back."""
         label = LABEL.match(line)
         text = line[label.end() :] if label else line
-        if LINE.match(text) or (self._after_frames and not text) or self._is_report(text):
-            self._after_frames = bool(FRAMES.match(text))
+        follows = self._after_left_out and (not text or text.startswith(CHAINED))
+        if LINE.match(text) or follows or self._is_report(text):
+            self._after_left_out = follows or bool(FRAMES.match(text))
             self._left_out += 1
             return []
-        self._after_frames = False
+        self._after_left_out = False
         if TRACEBACK.match(text) or (self._held and text.startswith("  ")):
             self._held.append(line)
             return []
@@ -68,6 +75,7 @@ class WithoutLauncher:
         if ENDED.match(text) and any(map(LAUNCHER.search, held)):
             self._bars = 2 if "ChildFailedError" in text else 0
             self._left_out += len(held)
+            self._after_left_out = True
             return []
         return [*self._told(), *held]
 

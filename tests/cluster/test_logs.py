@@ -48,7 +48,18 @@ CHAIN = "\nDuring handling of the above exception, another exception occurred:\n
 NO_TORCHRUN = "/var/job/slurm_script: line 27: torchrun: command not found"
 RECORDED = "/x/site-packages/torch/distributed/elastic/multiprocessing/errors/__init__.py:3:w"
 RUN = "/x/site-packages/torch/distributed/run.py:1028:main"
+ALONE = "The client socket has timed out after 60000ms while trying to connect to (node1, 29500)."
+MEET = "/x/site-packages/torch/distributed/elastic/rendezvous/c10d_rendezvous_backend.py:155:_make"
+NOT_MET = (
+    traceback(f"torch.distributed.DistNetworkError: {ALONE}", MEET)
+    + "\nThe above exception was the direct cause of the following exception:\n\n"
+    + traceback(
+        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: It has failed.",
+        *("/x/bin/torchrun:8:<module>", RUN, MEET),
+    )
+)
 CAUSES = {
+    "nodes that do not meet": (NOT_MET, f"torchrun: the nodes did not meet: {ALONE}"),
     "two nodes": (FAILED, SENTENCE),
     "nothing at all": ("", ""),
     "a consequence before its cause": (
@@ -175,6 +186,13 @@ def test_of_a_job_that_failed_its_ranks_and_slurm_speak():
     assert [line for line in lines if line.startswith("[left")] == [left_out(40), left_out(31)]
     ranks = [line for line in FAILED.splitlines() if line.startswith("[rank")]
     assert [line for line in lines if line.startswith("[rank")] == ranks
+
+
+@pytest.mark.parametrize("label", ["", " 1: "])
+def test_of_nodes_that_do_not_meet_the_program_alone_is_shown(label):
+    lines = f"before\n{NOT_MET}after\n".splitlines()
+    text = "".join(f"{label}{line}\n" for line in lines)
+    assert shown(text).splitlines() == [f"{label}before", left_out(len(lines) - 2), f"{label}after"]
 
 
 @pytest.mark.parametrize("text", [FAILED, SUCCEEDED])
