@@ -17,6 +17,7 @@ from course_lib.ranks.machine import describe_gpus, run_command
 _Run = Callable[[Sequence[str]], str | None]
 DAY = "1-00:00:00"  # where a site has no limit, a course still needs one
 SINFO = ("sinfo", "--noheader", "--format=%P|%c|%m|%G")
+NAMES = ("sinfo", "--all", "--noheader", "--format=%R")
 PARTITIONS = ("scontrol", "show", "partition", "--oneliner")
 
 
@@ -46,6 +47,11 @@ def find_partitions(run: _Run = run_command) -> list[Partition]:
             max_nodes, time_limit = limits.get(partition.name, (1, DAY))
             found[partition.name] = replace(partition, max_nodes=max_nodes, time_limit=time_limit)
     return sorted(found.values(), key=lambda one: (not one.gpus, not one.is_default))
+
+
+def partition_names(run: _Run = run_command) -> list[str]:
+    """Return the names of all partitions, also of those that Slurm hides; none without Slurm."""
+    return sorted({*(run(NAMES) or "").split()})
 
 
 def _partition(line: str) -> Partition | None:

@@ -47,9 +47,11 @@ def lint_job(
     from course_lib.cluster.lint.check import findings_text
     from course_lib.cluster.lint.check import lint_job as lint
     from course_lib.cluster.profile import read_profile
+    from course_lib.cluster.site import partition_names
 
     text = read_text(path, "a batch script", hint="Try to save it as UTF-8.", most_bytes=LONGEST)
-    found = lint(text, Path.cwd(), read_profile(profile_name) if profile_name else None)
+    profile = read_profile(profile_name) if profile_name else None
+    found = lint(text, Path.cwd(), profile, partition_names())
     if not found:
         print(f"{path.name}: nothing found.")
         return

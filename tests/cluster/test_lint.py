@@ -84,6 +84,23 @@ def test_a_profile_says_what_the_site_does_not_have():
     assert found_in(fits, profile=profile) == []
 
 
+@pytest.mark.parametrize(
+    ("head", "found"),
+    [
+        ("-p gpu", []),
+        ("--partition=gpu,cpu", []),
+        ("--partition=gpus", [(2, "unknown-partition")]),
+        ("-p cpu,gpus", [(2, "unknown-partition")]),
+        ("-p gpus -M other", []),
+        ("--nodes=1", []),
+    ],
+)
+def test_a_partition_has_to_be_one_that_slurm_has(head, found):
+    text = f"#!/bin/bash\n#SBATCH {head}\nsrun python train.py\n"
+    assert found_in(text, partitions=("cpu", "gpu")) == found
+    assert found_in(text) == []
+
+
 @pytest.mark.parametrize("asked", ["--gres=gpu:8", "--gpus=8", "-G h100:16"])
 def test_a_profile_counts_the_gpus_of_a_node_however_they_are_asked_for(asked):
     profile = Profile(name="small", time_limit="1:00:00", max_nodes=2, gpus_per_node=2)

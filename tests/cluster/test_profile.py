@@ -199,7 +199,8 @@ def test_a_site_shows_its_partitions():
     assert (old.name, old.cores, old.gpus, old.gpu_type) == ("old", 16, 8, "")
     assert (old.max_nodes, old.time_limit) == (2, "0:30:00")
     assert (cpu.name, cpu.is_default, cpu.gpus, cpu.time_limit) == ("cpu", True, 0, site.DAY)
-    assert site.find_partitions(no_slurm) == []
+    assert site.find_partitions(no_slurm) == site.partition_names(no_slurm) == []
+    assert site.partition_names(lambda command: "gpu\ncpu\ngpu\n") == ["cpu", "gpu"]
 
 
 def test_a_partition_becomes_a_profile():

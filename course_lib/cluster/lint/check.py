@@ -5,7 +5,7 @@ something else. What can be seen in the script itself is told here: the line, wh
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from course_lib.cluster.lint import (
@@ -38,16 +38,22 @@ MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 def lint_job(
-    text: str, folder: str | os.PathLike[str] = ".", profile: Profile | None = None
+    text: str,
+    folder: str | os.PathLike[str] = ".",
+    profile: Profile | None = None,
+    partitions: Sequence[str] = (),
 ) -> list[LintFinding]:
     """Return the findings on a batch script that is submitted from this folder, line by line.
 
-    With a profile, also what asks for more than the site has.
+    With a profile, also what asks for more than the site has; with the names of all partitions of
+    the site, also one that it does not have.
     """
     script = Script(text, Path(folder))
     found = {finding for rule in RULES for finding in rule(script)}
     if profile:
         found |= set(_beyond(script, profile))
+    if partitions:
+        found |= set(_unknown_partition(script, partitions))
     return sorted(found, key=lambda one: (one.line, one.rule))
 
 
@@ -66,6 +72,19 @@ def _beyond(script: Script, profile: Profile) -> Iterator[LintFinding]:
             asked_gib = rules_asked.memory_on_a_node(script, one) or 0
             if asked_gib > profile.node_memory_gib:
                 yield _too_much(one, f"{profile.node_memory_gib} GiB on a node", profile)
+
+
+def _unknown_partition(script: Script, known: Sequence[str]) -> Iterator[LintFinding]:
+    """Return a finding on a partition that the site does not have."""
+    one = script.option("partition")
+    if one and not script.option("clusters") and not {*one.value.split(",")} <= {*known}:
+        yield LintFinding(
+            one.line,
+            "unknown-partition",
+            f"--partition={one.value}, and Slurm has {', '.join(known)}",
+            "sbatch refuses the script",
+            "Write one of these.",
+        )
 
 
 def _time_s(text: str) -> int:
