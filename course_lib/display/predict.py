@@ -20,12 +20,11 @@ import traitlets
 from IPython.core.getipython import get_ipython
 
 from course_lib.core.errors import CourseError
-from course_lib.display.show import has_widgets, put, widget_data
+from course_lib.display.show import NAMED, has_widgets, put, widget_data
 
 YES_NO = ("yes", "no")
 ASK = "You have not committed to a prediction yet."
 NOT_RUN = "The cell above that asks for this prediction was not run."
-NAMED = re.compile(r"\bguess(?:_\w+)?\b")  # what lessons call their predictions
 _JS = Path(__file__).with_name("predict.js").read_text(encoding="utf-8")
 
 

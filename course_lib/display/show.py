@@ -8,6 +8,7 @@ import base64
 import html
 import io
 import os
+import re
 import sys
 from typing import Any
 
@@ -23,6 +24,9 @@ from course_lib.core.errors import CourseError
 from course_lib.display.trace_button import trace_button
 
 DPI = 144
+NAMED = re.compile(r"\bguess(?:_\w+)?\b")  # what lessons call their predictions
+COMMIT_FIRST = "The picture of it is folded: commit to a prediction first."
+FOLDED = "Show the picture anyway"
 _CSS_PIXELS_PER_INCH = 96
 _COLOURS = 96
 
@@ -30,16 +34,28 @@ _COLOURS = 96
 def show(fig: Figure, alt: str = "") -> None:
     """Display a figure with its alt text: the finding and one number.
 
-    In a live notebook a timeline has a button, which saves its events as a trace.
+    In a live notebook a timeline has a button, which saves its events as a trace. In a cell that
+    reveals a prediction to which nobody has committed, the picture is folded as the truth is.
 
     Raises: CourseError without alt text
     """
     data, metadata = picture(fig, alt)
+    if _is_asked_first():
+        folded = f"<details><summary>{FOLDED}</summary>{data['text/html']}</details>"
+        data, metadata = {"text/html": folded, "text/plain": COMMIT_FIRST}, {}
     if has_widgets() and (button := trace_button(fig)):  # saved, it is the picture alone
         data |= widget_data(ipywidgets.VBox([ipywidgets.HTML(data["text/html"]), button]))
     put(data, metadata)
     if "matplotlib.pyplot" in sys.modules:  # else the notebook would draw it a second time
         sys.modules["matplotlib.pyplot"].close(fig)
+
+
+def _is_asked_first() -> bool:
+    """Return whether the running cell reveals a prediction to which nobody has committed."""
+    names = getattr(get_ipython(), "user_ns", {})
+    cell = names.get("In", [""])[-1]
+    asked = map(names.get, NAMED.findall(cell)) if "reveal(" in cell else ()
+    return any(getattr(one, "value", "") is None for one in asked)
 
 
 def picture(fig: Figure, alt: str) -> tuple[dict[str, str], dict[str, Any]]:
