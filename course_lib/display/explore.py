@@ -14,6 +14,7 @@ import anywidget
 import ipywidgets
 import traitlets
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from course_lib.core.errors import CourseError
 from course_lib.display.show import css_width, has_widgets, picture, png_bytes, widget_data
@@ -22,7 +23,10 @@ _JS = Path(__file__).with_name("picture.js").read_text(encoding="utf-8")
 
 
 class Picture(anywidget.AnyWidget):
-    """Image that can be replaced without flicker; `picture` is {png, width, alt, failed}."""
+    """Image that can be replaced without flicker; `picture` is {png, width, alt, is_title, failed}.
+
+    The text below the picture is not to be seen where it is the title in the picture.
+    """
 
     _esm = _JS
     picture = traitlets.Dict().tag(sync=True)
@@ -110,7 +114,15 @@ def explore(draw: Callable[..., Figure], alt: Callable[..., str] | str, **slider
 
 
 def _state(png: bytes, figure: Figure, alt: str) -> dict[str, Any]:
-    return {"png": png, "width": css_width(figure), "alt": alt, "failed": False}
+    written = {"".join(text.get_text().split()) for text in figure.findobj(Text)}
+    is_title = "".join(alt.split()) in written  # then only a screen reader needs it a second time
+    return {
+        "png": png,
+        "width": css_width(figure),
+        "alt": alt,
+        "is_title": is_title,
+        "failed": False,
+    }
 
 
 def _look(sliders: Mapping[str, Any]) -> dict[str, Any]:

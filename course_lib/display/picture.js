@@ -7,19 +7,22 @@ function nameSliders(box) {
   }
 }
 
+// For a screen reader alone.
+const READ_OUT = "position: absolute; width: 1px; overflow: hidden; clip-path: inset(50%)";
+
 function render({ model, el }) {
   const image = document.createElement("img");
   image.style.maxWidth = "100%";
   const words = document.createElement("p");
   words.setAttribute("aria-live", "polite");
-  words.style.whiteSpace = "pre-wrap";
   el.append(image, words);
 
   let url = null;
   function update() {
-    const { png, width, alt, failed } = model.get("picture");
+    const { png, width, alt, is_title: isTitle, failed } = model.get("picture");
     const old = url;
     words.textContent = alt;
+    words.style.cssText = isTitle && !failed ? READ_OUT : "white-space: pre-wrap";
     image.alt = failed ? "" : alt;
     image.style.opacity = failed ? 0.25 : 1;
     if (failed) return;

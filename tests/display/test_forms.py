@@ -117,6 +117,31 @@ def test_reveal_hides_the_truth_where_nothing_was_committed(notebook: list) -> N
     assert steps.truth == "6 GiB"
 
 
+@pytest.mark.parametrize(
+    ("cell", "value", "is_folded"),
+    [
+        ("reveal(guess_steps, 6)\nshow(fig)", None, True),
+        ("show(fig)\nreveal(guess_steps, 6)", None, True),
+        ("reveal(guess_steps, 6)\nshow(fig)", 5.0, False),
+        ("show(fig)", None, False),
+    ],
+)
+def test_a_picture_of_the_truth_is_folded_with_it(
+    cell: str,
+    value: float | None,
+    is_folded: bool,
+    notebook: list,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {"In": ["", cell], "guess_steps": Prediction("steps", value=value)}
+    monkeypatch.setattr(Kernel, "user_ns", names, raising=False)
+    show(drawn(), "6 steps")
+    data = notebook[-1]
+    assert data["text/html"].startswith("<details>") == is_folded
+    assert ("6 steps" in data["text/plain"]) != is_folded
+    assert ("image/png" in data) != is_folded
+
+
 @pytest.mark.parametrize(("truth", "shown"), [(6.25, "6.25"), ("1F1B", "1F1B"), (True, "yes")])
 def test_a_prediction_that_nobody_asked_for_is_told_below_what_was_measured(
     truth: object, shown: str, capsys: pytest.CaptureFixture[str]
@@ -229,6 +254,11 @@ def test_explore_draws_again_when_a_slider_moves() -> None:
     after = seen.image.picture
     assert (before["alt"], after["alt"]) == ("2 ranks: 2 s", "5 ranks: 5 s")
     assert after["png"] == png_bytes(drawn(5)) != before["png"]
+    assert not before["is_title"]
+
+
+def test_what_is_the_title_in_the_picture_is_not_shown_below_it_again() -> None:
+    assert explore(drawn, alt="{p} ranks", p=(1, 8, 2)).image.picture["is_title"]
 
 
 def test_explore_says_what_went_wrong_in_the_pictures_place() -> None:
