@@ -59,8 +59,10 @@ from course_lib.ranks.machine import describe_machine, doctor_report
 # ## 1 One program, many processes
 #
 # The first line of the cell above has started four processes; the variable `ranks` stands for them.
-# A cell that begins with `%%ranks` runs on **every** rank. The next such cell contains one `print`.
-# How many lines will you see?
+# A cell that begins with `%%ranks` runs on **every** rank. If one runs for too long, press Stop (■)
+# above the notebook: a report says on which line each rank is, and the ranks are restarted.
+#
+# The next such cell contains one `print`. How many lines will you see?
 
 # %% tags=["predict"]
 guess_lines = predict("how many lines does the next cell print?")
@@ -424,8 +426,7 @@ show(*pictures.who_waits(hang.waits, 4))
 # MPI, the same program may work while its messages are small: `MPI_Send` may buffer a message and
 # return; MPI standard, section 3.4.)
 #
-# After a hang the ranks are restarted, so the next cell works. If your own code runs forever,
-# press Stop (■): the report says on which line each rank is.
+# After a hang the ranks are restarted, so the next cell works.
 #
 # ### Exercise 4: break the circle
 #

@@ -59,8 +59,8 @@ guess_states = predict("model states of llama2-13b", unit="GiB")
 # %%
 states = model_states(count_params(llama13), cluster.software.recipe)
 reveal(guess_states, sum(states.values()) / GIB)
-print(f"a GPU has {format_bytes(cluster.device.memory_bytes)}, of which a step can use", end=" ")
-print(format_bytes(cluster.usable_bytes))
+there, usable = map(format_bytes, (cluster.device.memory_bytes, cluster.usable_bytes))
+print(f"a GPU has {there}, of which a step can use {usable}")
 
 # %% [markdown]
 # So at least four GPUs must share one copy of the states. (`docs/planner.md` says why a tenth of
@@ -195,7 +195,8 @@ show(*pictures.bill_waterfall(eight))
 show(*pictures.bills_that_fit(steps))
 for b in (1, 2, 4):
     step = planner.predict(llama13, cluster, plan_of(b, dp=32, zero=3))
-    print(f"FSDP, b = {b}: {step.step_s:.1f} s, {format_bytes(step.memory_bytes)}. {step.bound}")
+    took = f"{step.step_s:.1f} s, {format_bytes(step.memory_bytes)}"
+    print(f"FSDP, b = {b}: {took}. {step.bound}")
 
 # %% [markdown]
 # ZeRO-2 reduces gradients in each of its 32 micro-batches. The planner assumes no overlap for them,
@@ -288,7 +289,8 @@ best = found.best(10)  # their pipelines are simulated
 for step in best[:6]:
     way = f"{step.plan}, {step.plan.pipeline_words}"
     print(f"{step.step_s:.1f} s, {format_bytes(step.memory_bytes)}: {way}")
-print(f"the tenth takes {100 * (best[-1].step_s / best[0].step_s - 1):.0f} % longer than the first")
+tenth = 100 * (best[-1].step_s / best[0].step_s - 1)
+print(f"the tenth takes {tenth:.0f} % longer than the first")
 
 # %% [markdown]
 # The *Pareto front* consists of the plans that no other plan beats in both time and memory. Along
@@ -385,7 +387,8 @@ print(f"first of {searched.num_plans} searched, measured or not: {searched.steps
 # %% tags=["picture"]
 show(*pictures.errors_by_mfu(published_runs("ultrascale")))
 for run in published_runs("llm-foundry"):
-    if run.group == "13b" and run.cluster.name == "selene-a100" and run.plan.seq in (2048, 4096):
+    is_ours = run.group == "13b" and run.cluster.name == "selene-a100"
+    if is_ours and run.plan.seq in (2048, 4096):
         longer = 100 * (run.step_s / run.predicted().step_s - 1)  # per cent
         how = f"{longer:+.0f} % against the prediction, MFU {100 * run.mfu:.0f} %"
         print(f"MPT-13B on 8 A100s, seq {run.plan.seq}, {run.plan}: {how}")
@@ -450,7 +453,8 @@ guess_split = predict("the two matrices of the MLP, 4,096 tokens", choices=optio
 from course_lib.planner.sharding import ChainProduct, ShardedChain, collective_clock
 
 h, f = llama13.hidden, llama13.ffn_hidden
-mlp, clock = [ChainProduct("up", h, f), ChainProduct("down", f, h)], collective_clock(cluster, 8)
+mlp = [ChainProduct("up", h, f), ChainProduct("down", f, h)]
+clock = collective_clock(cluster, 8)
 for tokens, layout in ((4096, "whole"), (4096, "tokens"), (65536, "tokens")):
     chain = ShardedChain(mlp, tokens, clock, enters=layout, ends=layout)
     splits = ", ".join(way.split for way in chain.best())
