@@ -126,7 +126,7 @@ def release(
     there = out or folder / "release"
     listed = read_class(students) if students else []
     for path in release(folder, there, listed, Console(highlight=False)):
-        print(f"{path}, {path.stat().st_size / 1e6:.1f} MB")
+        print(path)
 
 
 def show(name: AssignmentName) -> None:

@@ -32,7 +32,7 @@ from course_lib.grading.assignment import (
 from course_lib.notebooks.lessons import Lesson, find_lesson
 from course_lib.notebooks.new_exercise import CELLS, PLAIN_CHECK
 
-HEADING = re.compile(r"^#+ (?:Exercise \d+: )?(.*)$")
+HEADING = re.compile(r"^#+ (?:Exercise \d+(?: \(\w+\))?: )?(.*)$")
 REACHED_FOR = ("torch", "torch.distributed", "torch.nn")  # also where our solution does without
 
 TITLE = """\

@@ -252,6 +252,7 @@ def build(
 
     Returns whether anything was stale.
     """
+    start_s = time.monotonic()
     cells = read_lesson(lesson)
     student, solution = student_notebook(lesson, cells), solved_notebook(lesson, cells)
     stale = {
@@ -262,15 +263,14 @@ def build(
         for path in (path for path, is_stale in stale.items() if is_stale):
             console.print(f"{path} is stale. Try make notebooks.", soft_wrap=True)
         return any(stale.values())
-    start_s = time.monotonic()
     kept = stale[lesson.solved] and not force and outputs_kept(solution, lesson.solved)
     if kept:
         write_notebook(solution, lesson.solved)
     elif stale[lesson.solved]:
         write_solved(lesson, cells, solution, twice=twice)
     told = write_student(lesson, student) if stale[lesson.student] else []
-    seconds = f"built in {time.monotonic() - start_s:.0f} s" + ", all outputs kept" * kept
-    how = seconds if any(stale.values()) else "up to date"
+    built = "built" + f" in {time.monotonic() - start_s:.0f} s" * bool(lesson.word)
+    how = built + ", all outputs kept" * kept if any(stale.values()) else "up to date"
     share = f"; {_measured(cells)}" if lesson.word else ""  # an assignment has no word
     console.print(f"{lesson.name}: {how}{share}")
     for sentence in told:

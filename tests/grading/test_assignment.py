@@ -2,6 +2,7 @@
 
 import builtins
 import dis
+import re
 import types
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -218,6 +219,7 @@ def test_an_exercise_brings_all_that_its_solution_uses(word, tmp_path):
         compose(assignment(key), [(lesson, key)], folder, own=False)
         cells = read_source(buildable(folder).source)
         assert problems(cells, "") == []
+        assert not any(re.match(r"## \d+ (Exercise )?\d", cell.text) for cell in cells)
         names: dict[str, object] = {"__name__": "__main__"}
         for cell in cells:
             if cell.kind == "code" and not cell.is_exercise_check:
