@@ -31,6 +31,7 @@ from course_lib.notebooks.lessons import Lesson, exercise_cells, short_hash
 
 GIVEN = "given"
 OBSERVING = "from course_lib.grading.observing import check\n"
+WAITING = "from course_lib.grading.observing import wait_for_ranks\nwait_for_ranks()"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +103,15 @@ class GradingTask:
     def merged(self, written: Mapping[str, str]) -> NotebookNode:
         """Return the notebook that is run for these exercises: what is given, answers, checks.
 
-        Of the lesson's own cells it has only what the answers use.
+        Of the lesson's own cells it has only what the answers use. Where a check needs ranks, they
+        are ready before the first answer, whose time they would take.
         """
         texts = [*written.values(), *(self.checks[key] for key in written)]
         given = [cell for cell in self.cells if cell.kind == "code" and not cell.exercise]
         needed = needed_of(given, set().union(*map(_names, texts)))
-        cells = [_cell(GIVEN, "\n".join(ast.unparse(statement) for _, statement in needed))]
+        lines = [ast.unparse(statement) for _, statement in needed]
+        waits = [] if self.on_ranks.isdisjoint(written) else [WAITING]
+        cells = [_cell(GIVEN, "\n".join(lines + waits))]
         for key, text in written.items():
             cells += [_cell(f"exercise-{key}", text)]
             cells += [_cell(f"check-{key}", OBSERVING + self.checks[key])]
