@@ -1,11 +1,12 @@
 """`course grade`: the submissions of a class, each judged in a sandbox of its own."""
 
+import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -17,7 +18,9 @@ from course_lib.core.course_files import is_installed
 from course_lib.core.plain_text import one_line
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for Jupyter
+    from course_lib.grading.gradebook import Gradebook
     from course_lib.grading.graded import Graded
+    from course_lib.grading.sandbox import Sandbox
     from course_lib.grading.submission import HandedIn
     from course_lib.grading.task import GradingTask
 
@@ -84,17 +87,14 @@ def grade(
     sandbox = find_sandbox(trust=trust)
     if sandbox.trusts:
         print(WARNING, file=sys.stderr)
-    with (
-        Gradebook(out, task.points) as book,
-        class_run.graders(task, sandbox, jobs or class_run.num_jobs(), timeout_s) as made,
-        _progress(task, len(submissions)) as one_more,
-    ):
-        try:
+    num_jobs = jobs or class_run.num_jobs()
+    with Gradebook(out, task.points) as book:
+        with (
+            _stopped_by_ctrl_c(sandbox, book, len(submissions)),
+            class_run.graders(task, sandbox, num_jobs, timeout_s) as made,
+            _progress(task, len(submissions)) as one_more,
+        ):
             class_run.grade_class(made, submissions, book, one_more)
-        except KeyboardInterrupt:
-            kept = f"stopped; {len(book.rows)} of {len(submissions)} submissions are judged"
-            print(f"{kept}. Type the same command to go on.", file=sys.stderr)
-            raise
         strangers = class_run.add_absent(listed, task, book)
     overview = class_run.write_reports(task, book)
     _show(task, book.rows)
@@ -112,6 +112,28 @@ def _demand_clone() -> None:
             "course grade: expected a clone of the course; got an installed package, whose "
             "solutions a submission could read. Try git clone, make environment, and again there."
         )
+
+
+@contextmanager
+def _stopped_by_ctrl_c(sandbox: "Sandbox", book: "Gradebook", count: int) -> Iterator[None]:
+    """On Ctrl-C in the block, end what runs, and say so; when all of it has ended, say that."""
+
+    def stop(*_: object) -> NoReturn:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the second one cannot make it faster
+        print("stopping: ending what runs", file=sys.stderr, flush=True)
+        sandbox.stop()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        judged = sum(graded.is_judged for graded in book.rows)
+        kept = f"stopped; {judged} of {count} submissions are judged"
+        print(f"{kept}. Type the same command to go on.", file=sys.stderr)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ A run that is cut off goes on where it was, and a later run grades only what has
 
 import os
 import queue
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -98,18 +99,45 @@ def grade_class(
     """Grade the submissions that the gradebook does not know yet; return all, in their order.
 
     `told` is called with each as soon as it is in the gradebook. On Ctrl-C, everything that was
-    started has ended, and what was judged is kept.
+    started has ended, what was judged is kept, and every file has a row.
     """
-    task = made[0].task.digest
-    digests = {one: one.digest(task) for one in submissions}
-    found = {one: known for one in submissions if (known := _known(book, one, digests[one]))}
+    task = made[0].task
+    digest = task.digest
+    digests = {one: one.digest(digest) for one in submissions}
+    earlier = {one: _known(book, one, digests[one]) for one in submissions}
+    found = {one: known for one, known in earlier.items() if known and known.is_judged}
     for graded in found.values():
         book.add(graded)
         told(graded)
     waiting = [one for one in submissions if one not in found]
-    with proved(made[0]) if waiting else nullcontext():
-        found |= _graded(made, waiting, digests, book, told)
+    if waiting:
+        print(
+            f"{task.name}: first its {len(task.checks)} right answers run, to see that this "
+            f"machine can judge; then {len(waiting)} submissions, {len(made)} at a time.",
+            file=sys.stderr,
+            flush=True,
+        )
+    try:
+        with proved(made[0]) if waiting else nullcontext():
+            found |= _graded(made, waiting, digests, book, told)
+    finally:  # where the run ends early, the other files have a row, too
+        there = {graded.path for graded in book.rows}
+        for one in waiting:
+            if str(one.path) not in there:
+                book.add(earlier[one] or _not_reached(one, task, digests[one]))
     return [found[one] for one in submissions]
+
+
+def _not_reached(submission: HandedIn, task: GradingTask, digest: str) -> Graded:
+    """Return the row of a file that a run has not come to."""
+    return Graded(
+        student=submission.student,
+        path=str(submission.path),
+        assignment=task.name,
+        verdicts=(),
+        digest=digest,
+        problem="not judged: the grading ended before.",
+    )
 
 
 def _graded(
@@ -142,15 +170,16 @@ def _graded(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             made[0].sandbox.stop()
+            for grader in made:
+                grader.judge.kill()
             raise
     return found
 
 
 def _known(book: Gradebook, submission: HandedIn, digest: str) -> Graded | None:
-    """Return the verdicts of an earlier run, where it judged the same file for the same task."""
+    """Return the row of an earlier run, where it is of the same file for the same task."""
     known = book.known(digest)
-    same = known is not None and known.is_judged and known.path == str(submission.path)
-    return known if same else None
+    return known if known and known.path == str(submission.path) else None
 
 
 def num_jobs() -> int:

@@ -255,7 +255,12 @@ class Grader:
     def _seen(
         self, key: str, folder: Path, out: Path, right: Path, outcomes: Mapping[str, Outcome]
     ) -> Verdict | None:
-        """Return the verdict on an exercise; None where the run ended before its check did."""
+        """Return the verdict on an exercise; None where the run ended before its check did.
+
+        Raises: CourseError where the grading is being stopped
+        """
+        if self.sandbox.stopped.is_set():
+            raise CourseError("the grading was stopped")
         unseen = self._unseen(key, outcomes)
         if not (out / f"{key}.pt").exists():
             return unseen

@@ -143,10 +143,15 @@ class Judge:
             raise RuntimeError("judge: its process has no pipes")
         return stdin, stdout
 
-    def close(self) -> None:
-        """End the process."""
+    def kill(self) -> None:
+        """End the process, also from another thread: the verdict that it works on is `wrong`."""
         if self.process is not None:
             self.process.kill()
+
+    def close(self) -> None:
+        """End the process."""
+        self.kill()
+        if self.process is not None:
             with suppress(OSError):
                 self.process.communicate()
             self.process = None

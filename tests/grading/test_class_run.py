@@ -9,11 +9,16 @@ import nbformat
 import pytest
 
 from course_lib.core import CourseError
+from course_lib.grading import class_run
+from course_lib.grading.class_run import grade_class, graders
+from course_lib.grading.gradebook import Gradebook
+from course_lib.grading.graded import Graded
 from course_lib.grading.grader import Grader, RunGroup, Turns
-from course_lib.grading.sandbox import Ended
+from course_lib.grading.sandbox import Ended, Sandbox
 from course_lib.grading.submission import find_submissions
+from course_lib.notebooks.grading import Verdict
 from course_lib.notebooks.lessons import exercise_cells
-from tests.grading.conftest import RIGHT
+from tests.grading.conftest import RIGHT, Class
 
 NO_RANKS = {"toy_3": ""}  # not done: ranks take the longest to start
 STUB = 'def add(x, y):\n    """The sum."""\n    raise NotImplementedError("exercise toy-1: add")'
@@ -88,12 +93,53 @@ def test_a_run_that_is_cut_off_keeps_what_it_judged(small_class, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         small_class.grade(tmp_path / "grades", jobs=1, told=stop)
-    rows = (tmp_path / "grades/gradebook.csv").read_text().splitlines()
-    assert len(rows) == 2
+    rows = (tmp_path / "grades/gradebook.csv").read_text().splitlines()[1:]
+    (judged,) = (row for row in rows if "the grading ended before" not in row)
+    assert [row.split(",")[0] for row in rows] == ["ann", "bob", "cem"]
     told = []
     found = small_class.grade(tmp_path / "grades", told=told.append)
     assert sorted(found) == ["ann", "bob", "cem"]
-    assert told[0].student == rows[1].split(",")[0]  # known, so told before anything runs
+    assert told[0].student == judged.split(",")[0]  # known, so told before anything runs
+
+
+def test_every_file_keeps_its_row_where_the_machine_cannot_judge(tmp_path, monkeypatch, capsys):
+    def no_proof(grader):
+        raise CourseError("need right answers to be right")
+
+    monkeypatch.setattr(class_run, "proved", no_proof)
+    toy = Class(tmp_path)
+    for name in ("ann", "bob"):
+        toy.hand_in(f"{name}.ipynb")
+    task = toy.task()
+    files = find_submissions(toy.submissions, "toy")
+    late = Verdict(key="toy-2", status="not judged", detail="Too slow here")
+    known = {"student": "ann", "path": str(files[0].path), "digest": files[0].digest(task.digest)}
+    before = Graded(**known, assignment="toy", verdicts=(late,))
+    with Gradebook(tmp_path / "grades", task.points) as book:
+        book.add(before)
+    with (
+        pytest.raises(CourseError, match="to be right"),
+        Gradebook(tmp_path / "grades", task.points) as book,
+        graders(task, Sandbox(), 1, 60) as made,
+    ):
+        grade_class(made, files, book, lambda one: None)
+    assert [one.student for one in book.rows] == ["ann", "bob"]
+    assert book.rows[0] == before
+    assert book.rows[1].problem == "not judged: the grading ended before."
+    assert "first its 3 right answers run" in capsys.readouterr().err
+
+
+def test_nothing_is_judged_once_the_grading_is_stopped(tmp_path):
+    with graders(Class(tmp_path).task(), Sandbox(), 1, 60) as (grader,):
+        grader.sandbox.stop()
+        with pytest.raises(CourseError, match="was stopped"):
+            grader._seen("toy-1", tmp_path, tmp_path, tmp_path, {})
+
+
+def test_ranks_are_ready_before_an_answer_that_needs_them(tmp_path):
+    task = Class(tmp_path).task()
+    given = [task.merged({key: RIGHT[key]}).cells[0].source for key in RIGHT]
+    assert ["wait_for_ranks()" in text for text in given] == [False, False, True]
 
 
 def test_a_machine_that_cannot_judge_judges_nobody(small_class, tmp_path):

@@ -1,12 +1,16 @@
 """What `course grade` prints: a line per submission as it is judged, a table, and why not."""
 
+import signal
 from types import SimpleNamespace
 
-from course_lib.cli.grade_command import _is_settled, _progress, _show
+import pytest
+
+from course_lib.cli.grade_command import _is_settled, _progress, _show, _stopped_by_ctrl_c
 from course_lib.grading.by_hand import Hand
 from course_lib.grading.class_run import add_absent
 from course_lib.grading.gradebook import Gradebook
 from course_lib.grading.graded import Graded
+from course_lib.grading.sandbox import Sandbox
 from course_lib.notebooks.grading import Verdict
 from tests.grading.conftest import Class
 
@@ -37,6 +41,26 @@ def test_without_a_terminal_there_is_a_line_as_soon_as_each_is_judged(capsys):
         assert capsys.readouterr().err == "1 of 2  ann: 1 right, 1 wrong, 12 s\n"
         tell(no_notebook("bob\n"))
         assert capsys.readouterr().err == "2 of 2  bob: not judged, 12 s\n"
+
+
+def test_ctrl_c_is_told_at_once_and_again_when_all_has_ended(tmp_path, capsys):
+    sandbox = Sandbox()
+
+    def interrupted(book):
+        with _stopped_by_ctrl_c(sandbox, book, 2):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                assert capsys.readouterr().err == "stopping: ending what runs\n"
+                assert sandbox.stopped.is_set()
+                signal.raise_signal(signal.SIGINT)  # a second one while all is being ended
+
+    with Gradebook(tmp_path, POINTS) as book:
+        book.add(graded("ann", "right", "right"))
+        book.add(graded("bob", problem="not judged: the grading ended before."))
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(book)
+    assert capsys.readouterr().err.startswith("stopped; 1 of 2 submissions are judged.")
 
 
 def test_a_line_a_student_and_each_sentence_once(capsys, monkeypatch):
