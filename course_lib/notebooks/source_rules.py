@@ -22,7 +22,7 @@ TAGS = (
     *("instructor-only", "raises-exception"),
 )
 MAX_CELL_LINES, MAX_STUB_LINES = 15, 25
-MAX_CELLS, MAX_CODE_LINES, MAX_WORDS = 60, 250, 2400
+MAX_CELLS, MAX_CODE_LINES = 60, 250
 
 Problem = tuple[int, str]
 
@@ -132,11 +132,9 @@ def _sizes(cells: list[SourceCell]) -> Iterator[Problem]:
         limit = MAX_STUB_LINES if cell.is_exercise else MAX_CELL_LINES
         if num_lines(cell) > limit:
             yield cell.line, f"need at most {limit} lines in this cell; got {num_lines(cell)}"
-    words = sum(num_words(cell) for cell in cells if cell.kind == "markdown")
     for what, amount, limit in (
         ("cells", len(cells), MAX_CELLS),
         ("code lines", sum(map(num_lines, code)), MAX_CODE_LINES),
-        ("words", words, MAX_WORDS),
     ):
         if amount > limit:
             yield cells[-1].line, f"need at most {limit} {what} in a lesson; got {amount}"
@@ -145,9 +143,3 @@ def _sizes(cells: list[SourceCell]) -> Iterator[Problem]:
 def num_lines(cell: SourceCell) -> int:
     """Count the lines of a cell that are not blank."""
     return sum(bool(line.strip()) for line in cell.text.splitlines())
-
-
-def num_words(cell: SourceCell) -> int:
-    """Count the words of a markdown cell, without HTML tags, link targets and table rules."""
-    text = re.sub(r"<[^>]+>|\]\([^)]*\)", " ", cell.text)
-    return len(re.findall(r"[^\W_]\S*", text))

@@ -138,7 +138,6 @@ def test_what_is_wrong_is_told_with_its_line(tmp_path, old, new, line, says):
         ("# %%\n" + "x = 1\n" * 16, "at most 15 lines in this cell; got 16"),
         ("# %%\nx = 1\n" * 58, "at most 60 cells in a lesson; got 61"),
         (("# %%\n" + "x = 1\n" * 13) * 20, "at most 250 code lines in a lesson; got 264"),
-        ("# %% [markdown]\n# " + "word " * 2400, "at most 2400 words in a lesson; got 2402"),
         (
             EXERCISE.replace("toy-1", "toy-2").replace('"""\n', '"""\n' + "    x = 1\n" * 23),
             "at most 25 lines in this cell; got 26",
