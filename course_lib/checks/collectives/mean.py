@@ -43,11 +43,11 @@ ROUNDING = 1e-12  # dividing before or after the sum may round the last digits d
 
 SUM = Cause("{p} times too large: that is the sum. Divide by the number of ranks.")
 TWICE = Cause("{p} times too small: divided by p twice. Once is enough.")
-TAIL = Cause("The tail is not done: p does not divide the length, so shards differ.")
+TAIL = Cause("Only the tail is wrong: p does not divide the length, so shards differ.")
 BY_FOUR = Cause("Divide by the number of ranks, whatever it is, not by 4.")
 AT_MOST = Cause("The divisor stops short of p: divide by the number of ranks, whatever it is.")
 BY_LENGTH = Cause("Divide by the number of ranks, not of numbers.")
-FLOORED = Cause("// drops the fraction: divide with /.")
+FLOORED = Cause("The fraction is dropped: divide with /, not with //.")
 SHRINKS = Cause("Divided at every hop, the first terms shrink most: divide the complete sum, once.")
 UNEVEN = Cause("Shards differ if p does not divide the length of x: pass out=x to the all-gather.")
 LENGTHS = Cause("Two tensors differ in length: give the all-gather this rank's shard, and out=x.")
@@ -57,8 +57,8 @@ IN_PLACE = Cause("x itself has to become the mean.")
 HALVES = Cause("Here, call ring_reduce_scatter and ring_all_gather: they send shards.")
 STEPS = Cause("Each half takes p - 1 steps: call each once.")
 SHARDS = Cause(
-    "You send the whole tensor, or you send a wider dtype than x's: shards of x are enough, first "
-    "reduce-scatter, then all-gather."
+    "Shards of x are enough, first for the reduce-scatter, then for the all-gather: send no whole "
+    "tensor, no padding and no wider dtype than x's."
 )
 PADDED = Cause("Shards may differ in length: send their own bytes, without padding.")
 
@@ -170,7 +170,9 @@ MEAN = Exercise(
                     (OWN, lambda at: given(at).of(at.rank)),
                 ),
                 otherwise=((_roughly, DIGITS_LOST), (_tail_is_wrong, TAIL)),
-                look=Cause("Multiply by {p}: the digits show which ranks are in it."),
+                look=Cause(
+                    "Print the sum before you divide it: its digits show which ranks are in it."
+                ),
             ),
             SAME_MEMORY,
             Demand(
