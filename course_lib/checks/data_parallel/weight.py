@@ -71,7 +71,8 @@ HIDDEN = Cause(
     "a number: nobody would notice. Only a rank without items counts zero."
 )
 NO_ITEMS = Cause(
-    "If no rank has items, their sum is 0: return the zero before you divide by the sum."
+    "A rank may have no items, and perhaps none has any: 0/0 is nan or an error, and the loss of "
+    "no items is nan. Return a zero before you divide."
 )
 NO_TENSOR = Cause("Return a tensor that backward can follow, also where there are no items.")
 ONE_NUMBER = Cause(
@@ -211,7 +212,8 @@ WEIGHT = Exercise(
                         lambda _at, got, _item: got is not None and not torch.is_tensor(got),
                         NO_TENSOR,
                     ),
-                    (lambda at, got, _item: not _mine(at) and bool(got.isnan()), NAN_OF_NONE),
+                    (lambda at, got, _item: not sum(at.seen.sizes) and got.isnan(), NO_ITEMS),
+                    (lambda at, got, _item: not _mine(at) and got.isnan(), NAN_OF_NONE),
                     (_hides, HIDDEN),
                 ),
                 causes=(
@@ -257,7 +259,13 @@ WEIGHT = Exercise(
         Own(_mean_of_all, LOOK),
         Edit("num_items == 0", "False", NAN_OF_NONE),
         Edit(SUMS, f"{SUMS}\nshare = num_items / total.item()", NO_ITEMS),
-        Edit(SUMS, f"if dist.get_world_size() == 1:\n    return loss * 1\n{SUMS}", NAN_OF_NONE),
+        Edit(SUMS, f"if dist.get_world_size() == 1:\n    return loss * 1\n{SUMS}", NO_ITEMS),
+        Edit(
+            f"return {ZERO}",
+            "loss = loss.nan_to_num()",
+            NO_ITEMS,
+            also=((f"({FACTOR})", "num_items * dist.get_world_size() / total"),),
+        ),
         Edit("loss * (", "loss.nan_to_num() * (", HIDDEN),
         Edit("loss * (", "loss.clamp(max=6e4) * (", HIDDEN),
         Edit(SUMS, f"if num_items:\n    {SUMS}", EVERY_RANK),
