@@ -52,7 +52,7 @@ NO_STEP = Cause(
     "The starts have not moved, and the work of the round is lost: give outer the gradients in "
     "start.grad, and call outer.step() on every rank."
 )
-TWICE = Cause("The outer optimizer has stepped twice: one step per round.")
+TOO_OFTEN = Cause("Each step moves all starts: call it once, after the loop that sets gradients.")
 PLAIN = Cause(
     "That is a step of plain SGD: outer may have momentum, or be another optimizer. Call "
     "outer.step()."
@@ -230,7 +230,6 @@ def _after(
     at: At,
     gradient: Callable[[At, int], float] = _mean,
     *,
-    steps: int = 1,
     plain: bool = False,
     accumulates: bool = False,
     until: int | None = None,
@@ -241,9 +240,8 @@ def _after(
     start, velocity, g = 1.0, None, 0.0
     for number in range(max(n for n in FIRST_OF_A_MODEL if n <= at.number), last + 1):
         g = gradient(at, number) + (g if accumulates else 0.0)
-        for _ in range(steps):
-            velocity = g if velocity is None else momentum * velocity + g
-            start -= lr * (g + momentum * velocity)
+        velocity = g if velocity is None else momentum * velocity + g
+        start -= lr * (g + momentum * velocity)
     return start
 
 
@@ -285,6 +283,11 @@ OUTER = Exercise(
                 lambda at: f"{at.seen.replaced[0]}: another tensor than before",
                 REPLACED,
             ),
+            Demand(
+                lambda at: len(at.seen.outer_grads) <= 1,
+                lambda at: f"outer.step() was called {len(at.seen.outer_grads)} times",
+                TOO_OFTEN,
+            ),
             Numbers(
                 "starts",
                 _times(_after),
@@ -297,7 +300,6 @@ OUTER = Exercise(
                     (SUMMED, _times(lambda at: _after(at, lambda a, n: sum(_ways(a, n))))),
                     (BY_FOUR, _times(lambda at: _after(at, lambda a, n: sum(_ways(a, n)) / 4))),
                     (NO_STEP, _times(_before)),
-                    (TWICE, _times(lambda at: _after(at, steps=2))),
                     (PLAIN, _times(lambda at: _after(at, plain=True))),
                     (AVERAGED, _times(lambda at: _before(at) - _mean(at, at.number))),
                     (ACCUMULATED, _times(lambda at: _after(at, accumulates=True))),
@@ -336,11 +338,7 @@ OUTER = Exercise(
                 ),
                 DISTURBED,
             ),
-            Demand(
-                lambda at: len(at.seen.outer_grads) == 1,
-                lambda at: f"outer.step() was called {len(at.seen.outer_grads)} times",
-                BY_HAND,
-            ),
+            Demand(lambda at: at.seen.outer_grads, "outer.step() was not called", BY_HAND),
             Numbers(
                 lambda at: at.seen.outer_grads[0],
                 _times(lambda at: _mean(at, at.number)),
@@ -361,7 +359,9 @@ OUTER = Exercise(
         Edit("dist.get_world_size()", "4", BY_FOUR),
         Edit(STEPS, "pass", NO_STEP),
         Edit(STEPS, "if dist.get_rank() == 0:\n    outer.step()", NO_STEP),
-        Edit(STEPS, "outer.step()\nouter.step()", TWICE),
+        Edit(STEPS, "outer.step()\nouter.step()", TOO_OFTEN),
+        Edit(STEPS, "pass", TOO_OFTEN, also=((DIVIDES, f"{DIVIDES}\n{STEPS}"),)),
+        Edit(STEPS, "pass", TOO_OFTEN, also=((COPIES, f"{STEPS}\n{COPIES}"),)),
         Edit(
             STEPS,
             "for start in starts:\n    start -= outer.param_groups[0]['lr'] * start.grad",
