@@ -334,6 +334,12 @@ def not_done(key: str, hint: str) -> str:
     return f"{key} is not done yet" + (f": {hint}" if hint else ".")
 
 
+def described(error: BaseException) -> str:
+    """Return the type and the text of an error, and the learner's line where it was raised."""
+    line = own_line(error.__traceback__)
+    return f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
+
+
 def own_line(trace: TracebackType | None) -> str:
     """Return the innermost line of the learner's own code in a traceback, or an empty text."""
     frames = [

@@ -119,3 +119,11 @@ def test_the_check_leaves_the_random_numbers_as_they_are():
     need = random.getstate(), torch.get_rng_state().tolist()
     find_exercise("checkpoint-3").verdict(Pickled)
     assert (random.getstate(), torch.get_rng_state().tolist()) == need
+
+
+@pytest.mark.ci
+def test_an_error_in_another_load_is_told_with_its_line():
+    one = find_exercise("checkpoint-3")
+    (takes_out,) = (wrong for wrong in one.wrong if "given.pop" in getattr(wrong, "new", ""))
+    with pytest.raises(CheckFailed, match=r"KeyError: 'python' \(line \d+ of your cell"):
+        one.verdict(takes_out.answer(one))

@@ -9,7 +9,7 @@ from course_lib.checkpoint.manifest import MANIFEST
 from course_lib.checkpoint.power_cut import Cut, DiskFiles, EmulatedDisk, Operation, cuts
 from course_lib.checks.checkpoint import publish_mistakes as mistakes
 from course_lib.checks.edits import Edit, Own
-from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.exercise import Cause, Exercise, described, failed
 from course_lib.checks.limits import little_memory
 
 KEPT = "other run/manifest.json"  # of another run: the answer has to leave it
@@ -121,7 +121,7 @@ class SurvivesCuts:
             except (NotImplementedError, MemoryError):
                 raise
             except Exception as error:
-                raised = f"{type(error).__name__}: {error}"
+                raised = described(error)
             yield RecordedSave(text, before, new, old, need, tuple(disk.operations), raised)
 
     def judge(self, observed: Iterable[RecordedSave], exercise: Exercise) -> str:

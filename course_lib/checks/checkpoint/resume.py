@@ -17,7 +17,7 @@ from course_lib.checkpoint.small_trainer import (
     snapshot,
 )
 from course_lib.checks.edits import Edit, Own
-from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.exercise import Cause, Exercise, described, failed
 from course_lib.checks.limits import little_memory
 
 # steps before the save, and samples: within an epoch first, then its end, then longer epochs
@@ -55,6 +55,10 @@ DISTURBED = Cause("Saving changes the training itself: read the state, and leave
 LOADED_ONCE = Cause(
     "load leaves the saved state as it is, for the next load: take nothing out of it, and load a "
     "copy (an optimizer keeps the tensors that it is given, and training overwrites them)."
+)
+BROKEN = Cause(
+    "Let the trainer keep its own model, optimizer and scheduler, which load_state_dict fills; "
+    "epoch, position and step are numbers."
 )
 ELSEWHERE = Cause(
     "A later save has replaced what this one saved: keep all of the state in what save returns."
@@ -139,8 +143,11 @@ def _loaded(
 ) -> tuple[tuple[str, ...], Any]:
     new = SmallTrainer(seed=1, num_samples=num_samples)  # other weights, other random numbers
     resume.load(new, state)
-    found = snapshot(new)
-    return tuple(name for name in right if found[name] != right[name]), _losses(new, MORE)
+    try:
+        found, losses = snapshot(new), _losses(new, MORE)
+    except Exception as error:
+        raise failed(f"after load, training raised {described(error)}", BROKEN) from None
+    return tuple(name for name in right if found[name] != right[name]), losses
 
 
 def _loaded_again(resume: Any, state: Any, right: dict[str, str], num_samples: int) -> str:
@@ -148,7 +155,7 @@ def _loaded_again(resume: Any, state: Any, right: dict[str, str], num_samples: i
     try:
         differing, _ = _loaded(resume, state, right, num_samples)
     except Exception as error:
-        return f"it raises {type(error).__name__}: {error}"
+        return f"your code raised {described(error)}"
     return f"these differ: {', '.join(differing)}" if differing else ""
 
 
@@ -231,6 +238,11 @@ RESUME = Exercise(
             "return copy.deepcopy(state)",
             "torch.manual_seed(0)\nreturn copy.deepcopy(state)",
             DISTURBED,
+        ),
+        Edit(
+            'trainer.optimizer.load_state_dict(state["optimizer"])',
+            'trainer.optimizer = state["optimizer"]',
+            BROKEN,
         ),
         Own(_Nothing, NO_STATE),
         Edit(
