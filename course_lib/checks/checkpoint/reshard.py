@@ -14,6 +14,8 @@ FileBox = tuple[str, Numbers, Numbers]
 NEGATIVE = Cause("Two negative sizes have a positive product: compare begin and end in each dim.")
 EVERY_DIM = Cause("Rows are not enough: tensor parallelism splits columns. Compare every dim.")
 UNCHANGED = Cause("The boxes belong to the caller: leave them as they are.")
+ENDS = Cause("A box ends at its beginning plus its size, in each dim: offsets[d] + sizes[d].")
+NO_DIMS = Cause("A number without dims is in each box of it: read it, with three empty lists.")
 FOUR = Cause("Need a list of (file, begin in the saved box, begin in the wanted box, sizes).")
 
 
@@ -105,7 +107,8 @@ RESHARD = Exercise(
         cases=_cases,
         drawn=_drawn,
         show=_shown,
-        look="Draw both boxes on graph paper: where does their overlap begin and end?",
+        look="Draw both boxes on graph paper. Where does their overlap begin and end in each dim, "
+        "and how far is that from where either box begins?",
         success="Right for rows, columns, grids, flat ranges and a scalar.",
         unchanged=UNCHANGED,
     ),
@@ -166,6 +169,9 @@ RESHARD = Exercise(
             EVERY_DIM,
         ),
         Edit("all(map(lt, start, stop))", "all(map(lt, start[:2], stop[:2]))", EVERY_DIM),
+        Edit("map(add, *wanted)", "wanted[1]", ENDS),
+        Edit("map(add, offsets, sizes)", "sizes", ENDS),
+        Edit("if all(", "if start and all(", NO_DIMS),
         Edit("found = []", "saved.sort()\nfound = []", UNCHANGED),
         Edit(
             "all(map(lt, start, stop))",
