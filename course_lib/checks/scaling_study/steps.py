@@ -1,8 +1,8 @@
 """Exercise 3 of 13_scaling_study: steps are counted in one place, and a clock is read in time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from math import isclose
+from math import isclose, nan
 from numbers import Real
 from typing import Any
 
@@ -106,13 +106,22 @@ def _work_and_totals(result: Any, device: Watched, *case: Any) -> dict[str, Any]
     }
 
 
-def _any(fits: Callable[[dict[str, Any], float], bool]) -> Callable[..., bool]:
-    """Return whether a case fits, by what was got in it and the seconds that are right."""
-    return lambda got, need: any(
-        fits(one, right[SECONDS])
-        for one, right in zip(got, need, strict=True)
-        if isinstance(one, dict)
+def _seconds(one: Any) -> float:
+    """Return the seconds of a case; nan where the answer raised an error in it."""
+    return one[SECONDS] if isinstance(one, dict) else nan
+
+
+def _swapped(got: Sequence[Any], need: Sequence[Any]) -> bool:
+    pairs = zip(got, need, strict=True)
+    return any(
+        isinstance(one, dict) and isclose(one[TOKENS], right[SECONDS]) for one, right in pairs
     )
+
+
+def _divided(got: Sequence[Any], need: Sequence[Any]) -> bool:
+    """Return whether all seconds are a half of the right ones, or a third, or a quarter ..."""
+    parts = [right[SECONDS] / (_seconds(one) or nan) for one, right in zip(got, need, strict=True)]
+    return all(part > 1.5 and isclose(part, round(part)) for part in parts)
 
 
 def _started_busy(got: Sequence[Any], need: Sequence[Any]) -> bool:
@@ -136,7 +145,14 @@ STARTED = Cause(
 WITH_WARMUP = Cause(
     "The warm-up's seconds are in it: start the clock when `warmup` steps are done."
 )
+OF_ONE = Cause(
+    "That is the time of one step, or of one micro-batch: return the time of all that count."
+)
 SWAPPED = Cause("Seconds first, then tokens.")
+UNLIKE = Cause(
+    "The tokens of one micro-batch were multiplied: the others may have more or fewer, so add up "
+    "those of each."
+)
 FROM_THE_FIRST = Cause(
     "With a warm-up of 0 the clock starts before the first step: no step has ended then."
 )
@@ -175,19 +191,16 @@ STEPS = Exercise(
             ),
             TOKENS: Part(
                 unit=" tokens",
-                symptoms=(
-                    (
-                        _any(lambda one, right: isclose(one[TOKENS], right)),
-                        SWAPPED,
-                    ),
-                ),
-                look="Print step and num_tokens in the loop: from which step on do they count?",
+                symptoms=((_swapped, SWAPPED),),
+                look="Add up the tokens of every micro-batch of the steps that count, from step "
+                "`warmup` on (the first step is 0): which are missing, and which too many?",
             ),
             SECONDS: Part(
                 unit=" s",
                 symptoms=(
-                    (_any(lambda one, right: one[SECONDS] < right / 20), EARLY),
+                    (lambda got, _: not any(map(_seconds, got)), EARLY),
                     (_started_busy, STARTED),
+                    (_divided, OF_ONE),
                 ),
                 look="Read the clock twice, each time after synchronize(): when `warmup` steps are "
                 "done, and after the last step.",
@@ -251,6 +264,13 @@ STEPS = Exercise(
             "+= 1",
             Cause("Those are micro-batches: here each is just its number of tokens."),
         ),
+        Edit("+= tokens", "= tokens * accumulated * (steps - warmup)", UNLIKE),
+        Edit(
+            "+= tokens",
+            "+= tokens * accumulated * (number == accumulated - 1)",
+            UNLIKE,
+            also=(("for _ in", "for number in"),),
+        ),
         Edit(
             "return device.now_s() - start_s, num_tokens",
             "return num_tokens, device.now_s() - start_s",
@@ -310,7 +330,13 @@ STEPS = Exercise(
         Edit(
             " - start_s,",
             " - start_s) / (steps - warmup),",
-            Cause("That is the time of one step: return the time of all of them."),
+            OF_ONE,
+            also=(("return ", "return ("),),
+        ),
+        Edit(
+            " - start_s,",
+            " - start_s) / ((steps - warmup) * accumulated),",
+            OF_ONE,
             also=(("return ", "return ("),),
         ),
         Edit(AT_THE_BEGINNING, "", FROM_THE_FIRST, also=((STEP, STEP + AT_THE_END),)),
