@@ -13,6 +13,7 @@ from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import DIGITS_LOST, Demand, Numbers, Untouched
 from course_lib.checks.on_ranks import At, OnRanks, Trouble, calls_of
+from course_lib.checks.pipeline import wrong_sums
 from course_lib.checks.pipeline.sends import (
     NO_HANDLE,
     NOT_CHANGED_UNDER_WAY,
@@ -21,8 +22,6 @@ from course_lib.checks.pipeline.sends import (
 )
 from course_lib.core import Event
 from course_lib.ranks import record
-
-Weight = nn.Parameter | None
 
 GROUP = Cause("Both ranks of `ends`, and only they, make the call: give it group=ends.")
 EACH_OTHER = Cause(
@@ -67,6 +66,10 @@ COPY_SENT = Cause(
 LAYOUT = Cause(
     "A collective adds what stands at the same place in memory, and one end's gradient is "
     "transposed: make it contiguous() first."
+)
+MOVED = Cause(
+    "The right numbers at wrong places: transpose the sum back, as the gradient was transposed, or "
+    "use contiguous(), which leaves every number at its index."
 )
 HIDDEN = Cause(
     "One half is nan, as in a model that has diverged, but the sum is a number: that hides the "
@@ -186,6 +189,11 @@ def _is_own_half_of_a_transposed(at: At, got: Tensor, _item: Any) -> bool:
     return isinstance(own, Tensor) and torch.equal(got, own)
 
 
+def _is_moved(at: At, got: Tensor, _item: Any) -> bool:
+    need = _sum_of(1, 1)(at)
+    return need is not None and torch.equal(got.flatten().sort()[0], need.flatten().sort()[0])
+
+
 def _near(at: At, got: Tensor, _item: Any) -> bool:
     """Return whether about two digits are right: what bfloat16 keeps."""
     need = _sum_of(1, 1)(at)
@@ -203,63 +211,9 @@ def _for_each_other(trouble: Trouble) -> bool:
     return any((other, rank) in pairs for rank, other in pairs)
 
 
-# --- wrong answers that are no edit of the right one
-
-
-def _everybody(weight: Weight, ends: Any) -> None:
-    grad = torch.zeros(6).double() if weight is None else weight.grad
-    if grad is not None:
-        dist.all_reduce(grad)
-
-
-def _one_way(weight: Weight, ends: Any) -> None:
-    """Send to the last stage, and not back."""
-    last = dist.get_world_size() - 1
-    if weight is not None and weight.grad is not None and last > 0:
-        if dist.get_rank() == 0:
-            dist.send(weight.grad, last)
-        else:
-            half = torch.empty_like(weight.grad)
-            dist.recv(half, 0)
-            weight.grad += half
-
-
-def _send_first(weight: Weight, ends: Any) -> None:
-    """Exchange the halves; both ends send first."""
-    if weight is not None and weight.grad is not None and dist.get_world_size(ends) > 1:
-        members = dist.get_process_group_ranks(ends)
-        other = members[dist.get_rank() == members[0]]
-        theirs = torch.empty_like(weight.grad)
-        dist.send(weight.grad, other)
-        dist.recv(theirs, other)
-        weight.grad += theirs
-
-
-def _by_ranks_of_the_world(weight: Weight, ends: Any) -> None:
-    """Exchange with the other end of the world."""
-    other = dist.get_world_size() - 1 - dist.get_rank()
-    if weight is not None and weight.grad is not None and other != dist.get_rank():
-        theirs, sending = torch.empty_like(weight.grad), dist.isend(weight.grad.clone(), other)
-        dist.recv(theirs, other)
-        if sending:
-            sending.wait()
-        weight.grad += theirs
-
-
-def _adds_too_early(weight: Weight, ends: Any) -> None:
-    """Exchange the halves, and add while the own one is still being sent."""
-    if weight is not None and weight.grad is not None and dist.get_world_size(ends) > 1:
-        members = dist.get_process_group_ranks(ends)
-        other = members[dist.get_rank() == members[0]]
-        theirs, sending = torch.empty_like(weight.grad), dist.isend(weight.grad, other)
-        dist.recv(theirs, other)
-        weight.grad += theirs
-        if sending:
-            sending.wait()
-
-
 LAYS_OUT = "weight.grad = weight.grad.contiguous()"
 SUMS = "dist.all_reduce(weight.grad, group=ends)"
+BACK = "weight.grad.copy_(total.view_as(weight.grad))"
 ASKS = "if weight is not None and weight.grad is not None:"
 
 TIED = Exercise(
@@ -295,7 +249,7 @@ TIED = Exercise(
                     (lambda _at, got, _i: got is None, IN_PLACE),
                     (lambda at, got, _i: at.label == NAN and got.isfinite().all(), HIDDEN),
                     (_is_own_half_of_a_transposed, COPY_SENT),
-                    (lambda at, _got, _i: at.label == MIXED, LAYOUT),
+                    (_is_moved, MOVED),
                     (lambda at, _got, _i: at.seen.ends[0] == at.seen.ends[1], ONE_COPY),
                 ),
                 causes=(
@@ -306,7 +260,7 @@ TIED = Exercise(
                     (TWICE, _sum_of(2, 2)),
                     (NOT_THE_WORLD, _with_mirrored),
                 ),
-                otherwise=((_near, DIGITS_LOST),),
+                otherwise=((_near, DIGITS_LOST), (lambda at, *_: at.label == MIXED, LAYOUT)),
                 look=BOTH_ENDS,
             ),
             Demand(
@@ -333,11 +287,11 @@ TIED = Exercise(
     wrong=(
         Edit(SUMS, f"{SUMS}\nweight.grad /= dist.get_world_size(ends)", MEAN),
         Edit(SUMS, f"{SUMS}\nweight.grad /= dist.get_world_size()", BOTH_ENDS),
-        Own(_everybody, MIDDLE),
+        Own(wrong_sums.everybody, MIDDLE),
         Edit(", group=ends", "", GROUP),
-        Own(_one_way, OTHER_HALF),
-        Own(_send_first, EACH_OTHER),
-        Own(_by_ranks_of_the_world, NOT_THE_WORLD),
+        Own(wrong_sums.one_way, OTHER_HALF),
+        Own(wrong_sums.send_first, EACH_OTHER),
+        Own(wrong_sums.by_ranks_of_the_world, NOT_THE_WORLD),
         Edit(
             ASKS,
             f"{ASKS[:-1]} and dist.get_rank() in (0, dist.get_world_size() - 1):",
@@ -385,9 +339,15 @@ TIED = Exercise(
             (("weight.grad, g", "total, g"),),
         ),
         Edit(LAYS_OUT, "pass", LAYOUT),
+        Edit(
+            LAYS_OUT,
+            "total = weight.grad.t().contiguous()",
+            MOVED,
+            ((SUMS, f"{SUMS.replace('weight.grad', 'total')}\n{BACK}"),),
+        ),
         Edit(SUMS, f"weight.grad.nan_to_num_()\n{SUMS}", HIDDEN),
         Edit(SUMS, f"{SUMS}\nweight.grad.nan_to_num_()", HIDDEN),
-        Own(_adds_too_early, UNDER_WAY),
+        Own(wrong_sums.adds_too_early, UNDER_WAY),
         Edit("weight.grad, group", "weight.grad.clone(), group", OTHER_HALF),
         Edit(SUMS, f"weight.grad = {SUMS}", IN_PLACE),
         Edit(SUMS, "dist.reduce(weight.grad, group=ends, group_dst=0)", BOTH_ENDS),
