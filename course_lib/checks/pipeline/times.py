@@ -17,6 +17,10 @@ ENDLESS = Cause(
     "Your loop never ends. An action whose input is there must run and leave its list; the input "
     "is the same action of the stage source_of, and is in `ends` once it has run."
 )
+EVERY_ACTION = Cause(
+    "The first stage's forward and the last stage's backward wait for no message (source_of says "
+    "None)."
+)
 ONE_CLOCK = Cause("In yours, only one rank works at a time: each rank needs its own clock.")
 
 
@@ -150,12 +154,24 @@ TIMES = Exercise(
             also=((ARRIVES, "ends[sent]"),),
         ),
         Edit(
+            LATER,
+            "free_s[rank] if free_s[rank] >= input_s else input_s + message_s",
+            Cause(
+                "Add message_s before you compare: an input may be sent before the rank is free, "
+                "and arrive after that."
+            ),
+            also=((ARRIVES, "ends[sent]"),),
+        ),
+        Edit(
+            LATER,
+            f"{LATER} + message_s",
+            EVERY_ACTION,
+            also=((ARRIVES, "ends[sent]"),),
+        ),
+        Edit(
             "0.0 if source is None",
             "message_s if source is None",
-            Cause(
-                "The first stage's forward and the last stage's backward wait for no message "
-                "(source_of says None)."
-            ),
+            EVERY_ACTION,
         ),
         Edit(
             ARRIVES,
@@ -205,10 +221,13 @@ TIMES = Exercise(
                 "action of a list may run next."
             ),
         ),
-        Edit(
-            TAKES,
-            'seconds["forward"]',
-            Cause("Your actions all take equally long: use seconds[action.kind]."),
+        *(
+            Edit(
+                TAKES,
+                f'seconds["{kind}"]',
+                Cause("Your actions all take equally long: use seconds[action.kind]."),
+            )
+            for kind in ("forward", "backward")
         ),
         Edit(STARTS, f"free_s[:] = [max(free_s[rank], input_s) + {TAKES}] * p", ONE_CLOCK),
         Edit(
