@@ -6,7 +6,7 @@ from course_lib.checks.cases import Case, Cases, real
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 
-NO_BUBBLE = Cause("The bubble is forgotten: a pipeline fills and empties, pp - 1 micro-batches.")
+NO_BUBBLE = Cause("The bubble is forgotten: to fill and empty takes num_stages - 1 micro-batches.")
 TP_HIDDEN = Cause("TP's messages are counted as hidden: the next product waits for each of them.")
 TP_OUTSIDE = Cause("The bubble is made of whole micro-batches: TP's messages are in it, too.")
 ALL_HIDDEN = Cause("The gradients are counted as hidden: at least the last bucket is not.")
@@ -16,10 +16,14 @@ ALL_BACKWARD = Cause("Only the last micro-batch's backward has final gradients t
 FORWARD = Cause("Gradients are ready during backward, 2/3 of the computation.")
 EACH = Cause("The gradients travel once per step, not per micro-batch.")
 LONGER = Cause("What is exposed comes on top: a step is the sum, not the longer of the two.")
-NEGATIVE = Cause("A bucket that is faster than backward saves nothing more: at least 0.")
+NEGATIVE = Cause("A bucket that is sent before the next one is ready saves no time: at least 0.")
+READY = Cause(
+    "A bucket is ready after each of num_buckets parts of the last backward, not after all."
+)
+FIRST_PART = Cause("During the first part of backward, no bucket is ready: it hides no message.")
 FEW = Cause("A pipeline fills and empties also with fewer micro-batches than stages.")
 ROUNDED = Cause("Do not round: a small model's step takes a few milliseconds.")
-WHOLE_STAGES = Cause("The bubble is pp - 1 micro-batches, not pp.")
+WHOLE_STAGES = Cause("The bubble is num_stages - 1 micro-batches, not num_stages.")
 
 
 def _case(*arguments: float) -> Case:
@@ -69,7 +73,8 @@ EXPOSED = Exercise(
         drawn=_drawn,
         unit=" s",
         show=real,
-        look="Draw the last micro-batch's backward, and below it the buckets, each as it is ready.",
+        look="With dp_s = 0: how many micro-batches of compute_s + tp_s is a step long? Then draw "
+        "the last one's backward, and below it the buckets, each as it is ready.",
         success="Right for eleven steps: bubble and TP exposed, gradients in part.",
     ),
     wrong=(
@@ -86,6 +91,8 @@ EXPOSED = Exercise(
         Edit(EXPOSED_S, "max(0.0, dp_s - 2 / 3 * compute_s)", LAST_HIDDEN),
         Edit("2 / 3 * compute_s", "2 / 3 * num_micro_batches * compute_s", ALL_BACKWARD),
         Edit("2 / 3 * compute_s", "compute_s", FORWARD),
+        Edit("2 / 3 * compute_s / num_buckets", "2 / 3 * compute_s", READY),
+        Edit(EXPOSED_S, "max(bucket_s, dp_s - 2 / 3 * compute_s)", FIRST_PART),
         Edit(EXPOSED_S, f"bucket_s if dp_s <= compute_s else {EXPOSED_S}", FORWARD),
         Edit("+ exposed_s", "+ num_micro_batches * exposed_s", EACH),
         Edit("pipeline_s + exposed_s", "max(pipeline_s, dp_s)", LONGER),
