@@ -27,7 +27,9 @@ FIRST, SECOND = "3 numbers", "3 other numbers"
 INPUTS = {
     FIRST: torch.tensor([1.5, 3.75, 8.25]),
     SECOND: torch.tensor([2.25, -4.5, 0.75]),
-    "a matrix of float64": torch.tensor([[1.5, 2.25], [-3.75, 0.1234567]]).double(),
+    "a matrix of float64": torch.tensor(
+        [[1.5, 2.25, 4.5, 0.75, -6.0], [-3.75, 0.1234567, 3.0, 1.25, 9.0]]
+    ).double(),
     "1 number": torch.tensor([2.5]),
     "zeros": torch.zeros(2),
     "4 numbers of bfloat16": torch.tensor([1.5, 3.0, -2.5, 8.0]).bfloat16(),
@@ -36,6 +38,7 @@ INPUTS = {
 SUMMED = Cause("That is the sum; for the mean, divide it by the number of ranks.")
 CHANGED = Cause("all_reduce works in place: give it a clone of x.")
 ALWAYS_4 = Cause("You divide by 4, which is right on 4 ranks only: use dist.get_world_size().")
+BY_LENGTH = Cause("You divide by the size of x: divide by the number of ranks.")
 ROUNDED = Cause("`//` rounds down to a whole number; divide with `/`.")
 TWICE = Cause("That is divided by the number of ranks twice.")
 NOTHING_CAME = Cause("That is this rank's own x, divided or not: nothing came from the others.")
@@ -137,6 +140,8 @@ MEAN = Exercise(
                     (NOTHING_CAME, _times(_own)),
                     (NOTHING_CAME, _times(lambda at: _own(at) / at.world_size)),
                     (ALWAYS_4, _times(lambda at: _sum(at) / 4)),
+                    (BY_LENGTH, _times(lambda at: _sum(at) / len(INPUTS[at.label]))),
+                    (BY_LENGTH, _times(lambda at: _sum(at) / INPUTS[at.label].numel())),
                 ),
                 otherwise=((_right_on_rank_0, ON_RANK_0),),
                 look=LOOK,
@@ -171,6 +176,8 @@ MEAN = Exercise(
             ONE_CALL,
             also=((DIVIDE, "(mean / dist.get_world_size()).to(x.dtype)"),),
         ),
+        Edit(DIVIDE, "mean / len(x)", BY_LENGTH),
+        Edit(DIVIDE, "mean / x.numel()", BY_LENGTH),
         Edit(DIVIDE, "mean // dist.get_world_size()", ROUNDED),
         Edit(COPY, "x // dist.get_world_size()", ROUNDED, also=((DIVIDE, "mean"),)),
         Edit(DIVIDE, "mean / dist.get_world_size() ** 2", TWICE),
