@@ -64,6 +64,10 @@ STAY = Cause(
     "Gradients stay until the optimizer's step: from the second micro-batch on, forward and "
     "backward run beside all gradients of the first."
 )
+IN_ONE_LAYER = Cause(
+    "Count once a layer's backward is over: by then its activations are freed, and its gradients "
+    "are there."
+)
 EACH_LAYER = Cause(
     "Go through all layers by number: sizes may be equal, a frozen layer has no gradients but frees"
     " its activations, and one that keeps nothing may have gradients."
@@ -86,6 +90,13 @@ PEAK = Exercise(
         Edit("            most = max(most, kept + held)\n", "", BEGIN),
         Edit("            most = max(most, kept + held)\n", "        most = max(most, held)\n",
              Cause("Memory can be highest inside backward: count after each layer.")),
+        Edit("            kept -= act\n", "",  IN_ONE_LAYER,
+             also=(("            most = max(most, kept + held)\n    ",
+                    "            most = max(most, kept + held)\n            kept -= act\n    "),)),
+        Edit("            held += new if micro_batch == 0 else 0\n", "", IN_ONE_LAYER,
+             also=(("            most = max(most, kept + held)\n    ",
+                    "            most = max(most, kept + held)\n"
+                    "            held += new if micro_batch == 0 else 0\n    "),)),
         Edit("        most = max(most, kept + held)\n        for",
              "        for",
              Cause("The start of backward counts: all activations are there, no gradient yet.")),
