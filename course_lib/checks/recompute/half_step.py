@@ -18,6 +18,7 @@ STEPS_NOT_FINITE, TRAINS = f"{STEPS} where not all is finite", "param.requires_g
 
 CLIPPED_SCALED = Cause("Clipped before the scale was divided out.")
 SCALED = Cause("The scale is still in the gradient: divide by it.")
+MULTIPLIED = Cause("Multiplied by the scale, as the loss was: divide by it.")
 IN_HALF = Cause("Nothing moved: too small for 16 bits. Divide and step in fp32.")
 ROUNDED = Cause("The master was rounded to 16 bits: keep fp32.")
 STEPS_ANYWAY = Cause("Not every number is finite: the step must be skipped.")
@@ -42,6 +43,7 @@ FROM_PARAM = Cause(
 )
 FROZEN = Cause("The parameter is frozen now: leave its requires_grad as it is.")
 NOT_CLIPPED = Cause("master.grad was not clipped: clip it before the step.")
+SCALED_UP = Cause("A gradient below max_norm was scaled up: the factor is at most 1.")
 CUT_OFF = Cause("Single values were cut off: scale the whole gradient instead.")
 NOT_SET = Cause("The last step's gradient is still in master.grad: set it, do not add to it.")
 SAYS_NOT = Cause("Return True if it stepped, False if the step was skipped.")
@@ -153,6 +155,7 @@ HALF_STEP = Exercise(
             also=((CLIP, f"{CLIP}\nmaster.grad /= scale"),),
         ),
         Edit(UNSCALED, "param.grad.float()", SCALED),
+        Edit(UNSCALED, "param.grad.float() * scale", MULTIPLIED),
         Edit(UNSCALED, "(param.grad / scale).float()", IN_HALF),
         Edit(COPY, f"{COPY}\nmaster.copy_(param)", ROUNDED),
         Edit("return False", "pass", STEPS_ANYWAY),
@@ -171,6 +174,8 @@ HALF_STEP = Exercise(
         Edit(CLIP, "pass", NOT_CLIPPED),
         Edit(CLIP, CLIP.replace("[master]", "[param]"), NOT_CLIPPED),
         Edit(CLIP, CLIP.replace("norm_(", "value_("), CUT_OFF),
+        Edit(CLIP, "master.grad *= max_norm / master.grad.norm()", SCALED_UP),
+        Edit(CLIP, "master.grad *= max_norm / (master.grad.norm() + 1e-6)", SCALED_UP),
         Edit(
             f"master.grad = {UNSCALED}",
             f"master.grad = {UNSCALED} + (0 if master.grad is None else master.grad)",
