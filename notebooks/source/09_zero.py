@@ -486,8 +486,8 @@ show(*pictures.sent_by_stage(counts, sent))
 # ### Exercise 5 (further): one norm for all
 #
 # Scale the shards in place, and return the norm before clipping. If it is at most `max_norm`, or 0,
-# change nothing. A rank may have no shards. Budget: one all-reduce of one number. About 8 lines, 10
-# minutes.
+# change nothing. A rank may have no shards. Shards may be fp16 or bf16: square and add in fp32 or
+# fp64. Budget: one all-reduce of one number. About 8 lines, 10 minutes.
 #
 # <details><summary>Hint: it hangs</summary>
 # Only the all-reduce tells whether to clip, so every rank calls it.

@@ -13,8 +13,16 @@ from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Numbers
 from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
-from course_lib.checks.zero.clip import NEAR, OVERFLOWS
-from course_lib.checks.zero.parts import ROUNDED, named, nearly
+from course_lib.checks.zero.clip import (
+    ALIKE,
+    EMPTY,
+    EPSILON,
+    FEW_DIGITS,
+    NEAR,
+    OVERFLOWS,
+    other_kinds,
+)
+from course_lib.checks.zero.parts import named, nearly
 from course_lib.mesh.mesh import Mesh
 from course_lib.mesh.rank_mesh import RankMesh
 
@@ -36,12 +44,13 @@ OWN = Cause("That is the norm of this rank's part: squares have to be added over
 ONE_AXIS = Cause("Added along one axis only: matrices are split over tp, layers over pp.")
 ALONG_DP = Cause("Ranks along dp have the same gradient: its squares count once.")
 REPLICATED = Cause("What is whole along tp counts on one of these ranks, not on each.")
+NOT_WHOLE = Cause("What is whole along tp is missing: it counts on one of the ranks along tp.")
+SHARDS = Cause("Shards along tp differ: each counts, not only that of the first rank along tp.")
 TIED = Cause("A tied parameter is on two stages: it counts on the first one that holds it.")
 ROOTS = Cause("Norms do not add up, squares do: take the root at the end.")
-LARGEST = Cause("That is the largest part, not the sum of all.")
+LARGEST = Cause("That is the largest norm of a rank: add up the squares of all ranks instead.")
 NO_ROOT = Cause("Those are the squares: the norm is the root of their sum.")
 BEFORE = Cause("Return the norm before clipping, as clip_grad_norm_ does.")
-EPSILON = Cause("Return the norm itself: what is added against a division by 0 is not part of it.")
 ENLARGED = Cause("A norm below the limit leaves the gradient alone: the factor is at most 1.")
 NOT_ALL = Cause("Every gradient is scaled, also those that another rank has counted.")
 NOT_SCALED = Cause("The gradients are as they were: scale them in place, in their own memory.")
@@ -228,7 +237,12 @@ NORM = Exercise(
         observe_on_rank=_observe,
         worlds=(4, 6),
         runs=lambda p: [{"sizes": sizes} for sizes in MESHES[p]],
-        trouble=tuple((kind, "", ALL_CALL) for kind in ("hang", "mismatch")),
+        trouble=(
+            ("hang", "", ALL_CALL),
+            ("mismatch", other_kinds, ALL_CALL),
+            ("mismatch", "", ALIKE),
+            ("raised", "non-empty|Expected parameter|list index", EMPTY),
+        ),
         expect=(
             Numbers(
                 "value",
@@ -239,6 +253,9 @@ NORM = Exercise(
                     (OVERFLOWS, lambda _at: torch.tensor(math.inf, dtype=torch.float64)),
                     (REPLICATED, _of("tp", "pp", counts=lambda s, first, z: first)),
                     (TIED, _of("tp", "pp", counts=lambda split, f, zero: split or zero)),
+                    (TIED, _of("tp", "pp", counts=lambda split, f, zero: (f and split) or zero)),
+                    (NOT_WHOLE, _of("tp", "pp", counts=lambda split, first, z: first and split)),
+                    (SHARDS, _of("tp", "pp", counts=lambda s, first, zero: first and zero)),
                     (REPLICATED, _of("tp", "pp", counts=_everything)),
                     (ALONG_DP, _of("tp", "pp", "dp")),
                     (ONE_AXIS, _of("tp")),
@@ -248,11 +265,13 @@ NORM = Exercise(
                     (ROOTS, _of("tp", "pp", total=lambda many: sum(s**0.5 for s in many))),
                     (LARGEST, _of("tp", "pp", total=lambda many: max(many) ** 0.5)),
                     (NO_ROOT, _of("tp", "pp", total=sum)),
-                    (EPSILON, lambda at: RIGHT(at) + 1e-6),
                     (BEFORE, lambda at: RIGHT(at).clamp(max=_limit(at))),
                     (BEFORE, lambda at: torch.tensor(_limit(at), dtype=torch.float64)),
                 ),
-                otherwise=((lambda at, got, _: nearly(got, RIGHT(at)), ROUNDED),),
+                otherwise=(
+                    (lambda at, got, _: nearly(got, RIGHT(at)), FEW_DIGITS),
+                    (lambda at, got, _: RIGHT(at) < 1e-6 and got > RIGHT(at), EPSILON),
+                ),
                 look=LOOK,
             ),
             Numbers(
@@ -266,9 +285,10 @@ NORM = Exercise(
                     (SIGNS, lambda at: [grad.abs() for grad in _scaled(_clip)(at)]),
                     (NOT_ALL, _scaled(_clip, which=_once)),
                     (NOT_ALL, _scaled(_clip, which=lambda split, f, z: split)),
+                    (NOT_ALL, _scaled(_clip, which=lambda split, first, z: first)),
                 ),
                 predicates=((_left_as_it_is, PART),),
-                look=Cause("One factor for all ranks and all gradients: limit / norm, at most 1."),
+                look=Cause("One factor for all ranks and gradients: max_norm / norm, at most 1."),
             ),
         ),
         success="Every number counts once, on five meshes; all ranks scale alike.",
@@ -281,15 +301,21 @@ NORM = Exercise(
         Edit(COUNTS, "first", REPLICATED),
         Edit(COUNTS, 'split or mesh.index("tp") == 0', TIED),
         Edit(COUNTS, "True", REPLICATED),
+        Edit(COUNTS, 'first and split or mesh.index("tp") == 0', TIED),
+        Edit(COUNTS, "first and split", NOT_WHOLE),
+        Edit(COUNTS, 'first and mesh.index("tp") == 0', SHARDS),
+        Edit("torch.zeros((), dtype=torch.float64)", "torch.zeros(())", ALIKE,
+             also=(("squares += ", "squares = squares + "),)),
+        Edit("torch.zeros((), dtype=torch.float64)", "0.0", EMPTY),
         Edit(ALONG, f"squares = squares.sqrt()\n{ALONG}", ROOTS,
              also=(("norm = squares.sqrt()", "norm = squares"),)),
         Edit(ADDS, "dist.all_reduce(squares, dist.ReduceOp.MAX, group=mesh.group(axis))", LARGEST),
         Edit("norm = squares.sqrt()", "norm = squares", NO_ROOT),
         Edit("return norm", "return norm.clamp(max=max_norm)", BEFORE),
         Edit(FACTOR, "max_norm / norm", ENLARGED),
-        Edit("norm = squares.sqrt()", "norm = squares.sqrt() + 1e-6", EPSILON),
+        Edit("norm = squares.sqrt()", "norm = squares.sqrt() + 1e-8", EPSILON),
         Edit("(grad.double() ** 2)", "(grad**2)", OVERFLOWS),
-        Edit("(grad.double() ** 2)", "(grad.bfloat16() ** 2)", ROUNDED),
+        Edit("(grad.double() ** 2)", "(grad.bfloat16() ** 2)", FEW_DIGITS),
         Edit("grad *= ", "grad = grad * ", NOT_SCALED),
         Edit(f"grad *= {FACTOR}", f"if {COUNTS}:\n    grad *= {FACTOR}", NOT_ALL,
              also=(("for grad, *_ in parts", "for grad, split, first in parts"),)),

@@ -11,12 +11,11 @@ from torch import Tensor
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import NO_RESULT, Demand, Numbers
-from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
+from course_lib.checks.on_ranks import At, OnRanks, Trouble, calls_of, copied
 from course_lib.checks.zero.parts import (
     ALL_WAITED,
     NOT_A_NAN,
     NOT_WAITED,
-    ROUNDED,
     lost_nan,
     nearly,
     unwaited_calls,
@@ -70,7 +69,15 @@ EVERY_RANK = Cause(
     "A rank that sees a small norm of its own, or 0, or has no shards, must take part, too: call "
     "all_reduce on every rank, before you decide."
 )
-EMPTY = Cause("A rank may have no shards: begin the sum of its squares with a tensor of 0.")
+EMPTY = Cause("A rank may have no gradients: begin the sum of its squares with a tensor of 0.")
+ALIKE = Cause(
+    "The sums have to be alike: one number, in the same dtype on every rank, also on one that adds "
+    "no square to it."
+)
+FEW_DIGITS = Cause(
+    "Nearly right: compute the norm and the factor in float32 or float64, and add nothing to them."
+)
+EPSILON = Cause("Return the norm itself: what is added against a division by 0 is not part of it.")
 OVERFLOWS = Cause("In float16, a square above 65,504 is inf: square in float32 or float64.")
 ENLARGED = Cause(
     "The norm is below max_norm, and the shards have changed: what you add to the norm, against a "
@@ -197,6 +204,11 @@ def _scaled(at: At) -> Any:
 _right = _at_most_1(_norm)
 
 
+def other_kinds(trouble: Trouble) -> bool:
+    """Return whether ranks made calls of different kinds at once: one of them left a call out."""
+    return len(set(trouble.mismatched)) > 1
+
+
 def _is_one_number(at: At) -> bool:
     kinds = [call.kind for call in at.seen.calls]
     return kinds == ["all_reduce"] and at.seen.calls[0].num_bytes <= 8
@@ -220,9 +232,10 @@ CLIP = Exercise(
         runs=lambda _p: ({"empty": False}, {"empty": True}),
         trouble=(
             ("hang", "", EVERY_RANK),
-            ("mismatch", "", EVERY_RANK),
+            ("mismatch", other_kinds, EVERY_RANK),
+            ("mismatch", "", ALIKE),
             ("raised", "ZeroDivisionError", NORM_0),
-            ("raised", "non-empty|Expected parameter", EMPTY),
+            ("raised", "non-empty|Expected parameter|list index", EMPTY),
         ),
         expect=(
             ALL_WAITED,
@@ -248,7 +261,10 @@ CLIP = Exercise(
                     (LARGEST, lambda at: _norms(at).max()),
                     (AFTER, lambda at: _norm(at).clamp(max=_limit(at))),
                 ),
-                otherwise=((lambda at, got, _i: nearly(got, _norm(at)), ROUNDED),),
+                otherwise=(
+                    (lambda at, got, _i: nearly(got, _norm(at)), FEW_DIGITS),
+                    (lambda at, got, _i: _norm(at) < 1e-6 and got > _norm(at), EPSILON),
+                ),
                 look=SQUARES,
             ),
             Demand(
@@ -277,7 +293,7 @@ CLIP = Exercise(
                     (TO_ONE, _times(lambda at: 1 / _norm(at))),
                     (ENLARGED, _times(lambda at: min(1, _limit(at) / (_norm(at) + 1e-6)))),
                 ),
-                otherwise=((lambda at, got, i: nearly(got, _right(at)[i]), ROUNDED),),
+                otherwise=((lambda at, got, i: nearly(got, _right(at)[i]), FEW_DIGITS),),
                 look=ONE_FACTOR,
             ),
         ),
@@ -331,6 +347,9 @@ CLIP = Exercise(
         Edit(IF_ABOVE, f"{EACH}grad.mul_(norm.clamp(max=max_norm) / norm)", NORM_0),
         Edit(IF_ABOVE, f"{EACH}grad.mul_(min(1.0, max_norm / norm.item()))", NORM_0),
         Edit("return norm", "return norm.clamp(max=max_norm)", AFTER),
+        Edit("return norm", "return norm + 1e-6", EPSILON),
+        Edit("return norm", "return norm.clamp(min=1e-6)", EPSILON),
+        Edit(ZERO, "torch.zeros(())", ALIKE, also=(("squares += ", "squares = squares + "),)),
         Edit("return norm", "pass", NO_RESULT),
         Edit("return norm", "return grads", NOT_A_NUMBER),
         Edit(SENDS, f"if {ROOT} <= max_norm:\n    return {ROOT}\n{SENDS}", EVERY_RANK),
@@ -356,18 +375,13 @@ CLIP = Exercise(
             SQUARES,
         ),
         Edit(".square().sum()", ".square().nansum()", NOT_A_NAN),
-        Edit(SENDS, f"squares = squares.bfloat16().float()\n{SENDS}", ROUNDED),
+        Edit(SENDS, f"squares = squares.bfloat16().float()\n{SENDS}", FEW_DIGITS),
         Edit(
             "if norm > max_norm:",
             "clip_shards.most = max(norm, getattr(clip_shards, 'most', norm))\n"
             "if clip_shards.most > max_norm:",
             OF_BEFORE,
             also=((SCALES, "grad.mul_(max_norm / clip_shards.most)"),),
-        ),
-        Edit(
-            IF_ABOVE,
-            f"{EACH}grad.mul_((max_norm / norm).clamp(max=1))",
-            NORM_0,
         ),
         Edit(SCALES, "grad.reshape(-1).mul_(max_norm / norm)", NOT_CHANGED),
         Edit(SCALES, f"if grad.numel() > 1:\n    {SCALES}", NOT_CHANGED),
