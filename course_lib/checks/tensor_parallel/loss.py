@@ -29,6 +29,7 @@ from course_lib.checks.tensor_parallel.whole_logits import (
     grad_of,
     is_own_tokens,
     is_unmasked,
+    left_out_after_shift,
     loss_of,
     mean_maximum,
     nearest,
@@ -71,6 +72,10 @@ NEAREST = Cause(
 )
 OWN_LOGIT = Cause("The target's logit is missing on the ranks that do not have it: sum it, too.")
 NO_ENTRY = Cause("-100 is no vocabulary entry: leave those targets out.")
+AFTER_SHIFT = Cause(
+    "Ranks leave out different tokens: compare `targets` with -100, on every rank alike. Less "
+    "`first`, they are other numbers on each rank."
+)
 FROM_RANK = Cause(
     "This rank's part begins at entry `first`, wherever that is: use the `first` of this call."
 )
@@ -205,7 +210,7 @@ LOSS = Exercise(
                 ),
                 causes=(
                     *((LOCAL, wrong) for wrong in own_vocabulary),
-                    (WHOSE_LOSS, lambda at: own_tokens(at) / case_of(at).counted.sum()),
+                    *((WHOSE_LOSS, wrong) for wrong in own_tokens),
                     (UNSHIFTED, lambda at: loss_of(at) - mean_maximum(at)),
                     (ALL_TOKENS, _times(lambda at: case_of(at).counted.double().mean())),
                     (SUMMED, _times(lambda at: case_of(at).counted.sum())),
@@ -215,6 +220,7 @@ LOSS = Exercise(
                     (FROM_RANK, from_rank),
                     (FROM_RANK, from_last_call),
                     (OWN_LOGIT, own_logit),
+                    *((AFTER_SHIFT, wrong) for wrong in left_out_after_shift),
                 ),
                 otherwise=(
                     (lambda _at, got, _: not got.isfinite(), OVERFLOW),
@@ -286,6 +292,8 @@ LOSS = Exercise(
         Edit(MEAN, "(losses * counts).mean()", ALL_TOKENS),
         Edit(MEAN, "losses.mean()", NO_ENTRY),
         Edit(MEAN, "(losses * counts).sum()", SUMMED),
+        Edit("targets != -100", "targets - first != -100", AFTER_SHIFT),
+        Edit("targets != -100", "targets - first >= 0", AFTER_SHIFT),
         Edit(
             TOTAL,
             "reduce_from_region(copy_to_region(shifted.exp().sum(-1)))",
@@ -324,6 +332,7 @@ LOSS = Exercise(
         Edit("logits.detach().max", "logits.max", IN_GRAPH),
         Edit("own = shifted.gather", "own = logits.gather", UNSHIFTED),
         Edit(LOSSES, "losses = (total.log() - own) * here", WHOSE_LOSS),
+        Edit(RETURN, "return losses[here].mean()", WHOSE_LOSS),
         Edit(
             LOSSES,
             "losses = (total.log() - own) * here",

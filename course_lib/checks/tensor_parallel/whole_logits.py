@@ -150,10 +150,16 @@ own_vocabulary: tuple[Callable[[At], Tensor], ...] = (
 )
 
 
-def own_tokens(at: At) -> Tensor:
-    """Return the sum of the losses of the tokens whose target is on this rank."""
+own_tokens: tuple[Callable[[At], Tensor], ...] = (
+    lambda at: _of_own_tokens(at).sum() / case_of(at).counted.sum(),
+    lambda at: _of_own_tokens(at).mean(),
+)
+
+
+def _of_own_tokens(at: At) -> Tensor:
+    """Return the losses of the tokens whose target is on this rank."""
     losses = F.cross_entropy(case_of(at).logits, case_of(at).targets, reduction="none")
-    return losses[_here(at)].sum()
+    return losses[_here(at)]
 
 
 def mean_maximum(at: At) -> Tensor:
@@ -209,6 +215,20 @@ def own_logit(at: At) -> Tensor:
     return _mean(
         at, case_of(at).logits.logsumexp(-1) - top - (_target_logits(at) - top) * _here(at)
     )
+
+
+left_out_after_shift: tuple[Callable[[At], Tensor], ...] = (
+    lambda at: _of_those(at, lambda shifted: shifted != IGNORED),
+    lambda at: _of_those(at, lambda shifted: shifted >= 0),
+)
+
+
+def _of_those(at: At, counts: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the mean over the tokens that count by their targets, less the rank's first entry."""
+    case = case_of(at)
+    shifted = case.logits - case.logits.max(-1, keepdim=True).values
+    own = case.counted * (_target_logits(at) - case.logits.max(-1).values)
+    return (shifted.logsumexp(-1) - own)[counts(case.targets - _mine(at)[0])].mean()
 
 
 def through_maximum(at: At) -> Tensor:
