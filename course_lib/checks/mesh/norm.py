@@ -270,7 +270,7 @@ NORM = Exercise(
                 ),
                 otherwise=(
                     (lambda at, got, _: nearly(got, RIGHT(at)), FEW_DIGITS),
-                    (lambda at, got, _: RIGHT(at) < 1e-6 and got > RIGHT(at), EPSILON),
+                    (lambda at, got, _: bool(RIGHT(at) < 1e-6 and got > RIGHT(at)), EPSILON),
                 ),
                 look=LOOK,
             ),

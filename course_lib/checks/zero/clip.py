@@ -263,7 +263,7 @@ CLIP = Exercise(
                 ),
                 otherwise=(
                     (lambda at, got, _i: nearly(got, _norm(at)), FEW_DIGITS),
-                    (lambda at, got, _i: _norm(at) < 1e-6 and got > _norm(at), EPSILON),
+                    (lambda at, got, _i: bool(_norm(at) < 1e-6 and got > _norm(at)), EPSILON),
                 ),
                 look=SQUARES,
             ),
