@@ -289,6 +289,20 @@ def assert_laws(run: Callable[..., list[Any]], method: type[Alone], laws: Sequen
     assert not failures, f"{method.name} on {len(by_rank)} ranks:\n" + "\n".join(failures)
 
 
+def assert_laws_in_groups(ranks: Ranks, method: type[Alone], laws: Sequence[Law]) -> None:
+    """Ranks 0 and 2 train by the first of two laws, 1 and 3 by the other: nobody else's numbers."""
+
+    def in_groups(rank: int, *_: Any) -> list[Found]:
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        law = laws[rank % 2]
+        law.options["group"] = groups[rank % 2]
+        return [method(law, rank // 2, 2).run()]
+
+    by_rank = ranks.run(in_groups)
+    for number, law in enumerate(laws):
+        assert_laws(lambda *_, number=number: by_rank[number::2], method, [law])
+
+
 def every_module(**options: Any) -> list[Law]:
     """One law for each hard module; the law's own fields may be among the options."""
     return ways(tuple(HARD), [options])
