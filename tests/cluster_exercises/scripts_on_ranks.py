@@ -1,22 +1,39 @@
-"""Run a lesson's script as torchrun runs it, on ranks forked from a process that has torch.
+"""Lessons' scripts as modules, or run as torchrun runs them, on ranks forked from one process.
 
 Under the real torchrun, which starts Python and imports torch for every rank, test_ranks.py runs a
 script: what they share, `launch`, is the same.
 """
 
+import importlib.util
 import os
 import runpy
 import sys
 import tempfile
+from functools import cache
 from multiprocessing import connection
 from pathlib import Path
+from types import ModuleType
+
+import cloudpickle
 
 from course_lib.ranks.fork_server import start_method, without_main_script
 
+SCRIPTS = Path(__file__).parents[2] / "cluster/exercises"
 
-def said_by(script: Path, options: str, world_size: int = 2) -> str:
+
+@cache
+def script_of(name: str) -> ModuleType:
+    """A lesson's script as a module, which ranks get by value."""
+    spec = importlib.util.spec_from_file_location(f"script_of_{name}", SCRIPTS / f"{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def said_by(name: str, options: str, world_size: int = 2) -> str:
     """What the script's ranks print; it is an error if one of them does not end well."""
-    context, argv = start_method(), [str(script), *options.split()]
+    context, argv = start_method(), [str(SCRIPTS / f"{name}.py"), *options.split()]
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(n, world_size, folder, argv) for n in range(world_size)]
         ranks = [context.Process(target=_be_rank, args=given) for given in arguments]

@@ -1,28 +1,18 @@
 """Lesson 04 outside of the notebook."""
 
 import argparse
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
-import cloudpickle
 import pytest
 
 from course_lib.core import Link, RunRecord
 from course_lib.display.last_run import BUILT_IN, MESSAGE, OUR_RING, marked_times_s
+from tests.cluster_exercises.scripts_on_ranks import script_of
 
-SCRIPT = Path(__file__).resolve().parents[2] / "cluster/exercises/04_collectives.py"
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def script():
-    spec = importlib.util.spec_from_file_location("exercise_04", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
-    return module
+    return script_of("04_collectives")
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -59,18 +49,3 @@ def test_a_row_has_the_formula_beside_the_measurement(script):
     link = Link(name="a", latency_s=0, bytes_per_s=1e9)
     told = script.line("all_reduce, our ring", 2 * 10**6, 0.004, 2, link)
     assert told.endswith("4 ms, on paper     2 ms, bus bandwidth 500 MB/s")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--sizes", "4"), "need two --sizes"),
-        (("--sizes", "4", "0.5"), "need two --sizes"),
-        (("--turns", "0"), "need --turns above 0"),
-    ],
-)
-def test_the_script_refuses_in_one_sentence(options, says, script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
-    with pytest.raises(SystemExit, match="2"):
-        script.arguments()
-    assert says in capsys.readouterr().err.splitlines()[-1]

@@ -1,30 +1,21 @@
 """Lesson 06 outside of the notebook."""
 
 import argparse
-import importlib.util
 import sys
-from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
 from torch import nn
 
-from course_lib.checks import find_exercise
-
-SCRIPT = Path(__file__).parents[2] / "cluster/exercises/06_ddp.py"
+from tests.cluster_exercises.scripts_on_ranks import script_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def script():
-    """The lesson's script as a module, which ranks get by value."""
-    spec = importlib.util.spec_from_file_location("script_of_06_ddp", SCRIPT)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
-    return module
+    return script_of("06_ddp")
 
 
 def test_the_script_measures_every_bucket_size_and_pytorchs(pools, script, capsys):
@@ -50,16 +41,3 @@ def two_layers(rank, script):
 
 def test_gradients_that_differ_on_one_rank_are_told(pools, script):
     assert pools(2).run(two_layers, script) == [9, 9]
-
-
-def by_using_up_the_lists(forward_s, backward_s, all_reduce_s):
-    waiting, clock_s, wire_s = all_reduce_s.copy(), forward_s, 0.0
-    while backward_s:
-        clock_s += backward_s.pop(0)
-        wire_s = max(clock_s, wire_s) + waiting.pop(0)
-    return wire_s
-
-
-def test_lists_are_lists():
-    """What the exercise calls lists can be copied and used up, and the check goes on."""
-    assert find_exercise("ddp-3").verdict(by_using_up_the_lists)

@@ -1,30 +1,22 @@
-"""Lesson 10: a forgotten return is told, engines stand beside ours, and its script runs."""
+"""Lesson 10: engines stand beside ours, and its script runs."""
 
-import importlib.util
-import sys
 from functools import partial
-from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 
-from course_lib.checks import CheckFailed, find_exercise
 from course_lib.core.records import read_runs
 from course_lib.fsdp import beside_frameworks as beside
 from course_lib.ranks import RankError
-from tests.cluster_exercises.scripts_on_ranks import said_by
+from tests.cluster_exercises.scripts_on_ranks import said_by, script_of
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-SCRIPT = Path(__file__).parents[2] / "cluster/exercises/10_fsdp.py"
+SCRIPT = "10_fsdp"
 WAYS = ("freed", "kept", "no prefetch", "bf16", "PyTorch, freed")
 
 
-@pytest.mark.parametrize("number", range(1, 5))
-def test_a_forgotten_return_is_told(number):
-    with pytest.raises(CheckFailed):
-        find_exercise(f"fsdp-{number}").verdict(lambda *args: None)
+@pytest.fixture
+def script():
+    return script_of(SCRIPT)
 
 
 @pytest.mark.parametrize("task", beside.TASKS)
@@ -50,16 +42,6 @@ def test_an_engine_that_nobody_knows_is_told(pools):
         pools(1).run(partial(beside.run_framework, name="Torch"))
 
 
-@pytest.fixture(scope="module")
-def script():
-    """The lesson's script as a module, which ranks get by value."""
-    spec = importlib.util.spec_from_file_location("script_of_10_fsdp", SCRIPT)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
-    return module
-
-
 def test_the_script_measures_on_ranks(tmp_path):
     said = said_by(SCRIPT, f"--model bert-tiny --seq 8 --turns 1 --record-to {tmp_path}")
     for way in WAYS:
@@ -78,13 +60,3 @@ def test_the_script_measures_a_gpt_as_well(pools, script):
     for seconds in pools(2).run(script.sweep, arguments):
         assert tuple(seconds) == WAYS
         assert min(seconds.values()) > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [(("--model", "gpt9"), "model: need a preset"), (("--seq", "1"), "--seq above 1")],
-)
-def test_the_script_refuses_in_one_sentence(script, options, says, capsys):
-    with pytest.raises(SystemExit):
-        script.read_arguments(options)
-    assert says in capsys.readouterr().err.splitlines()[-1]

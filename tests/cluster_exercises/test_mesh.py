@@ -1,34 +1,17 @@
-"""Lesson 11: its script times every order of the axes, and refuses what does not fit."""
+"""Lesson 11's script times every order of the axes."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
-import cloudpickle
 import pytest
 
-from course_lib.checks import CheckFailed, find_exercise
 from course_lib.core.records import read_runs
-from tests.cluster_exercises.scripts_on_ranks import said_by
+from tests.cluster_exercises.scripts_on_ranks import said_by, script_of
 
-SCRIPT = Path(__file__).parents[2] / "cluster/exercises/11_mesh.py"
+SCRIPT = "11_mesh"
 SMALL = ("--model", "tiny", "--batch", "4", "--seq", "8", "--num-micro-batches", "2")
 
 
-@pytest.mark.parametrize("number", range(1, 5))
-def test_a_forgotten_return_is_told(number):
-    with pytest.raises(CheckFailed):
-        find_exercise(f"mesh-{number}").verdict(lambda *args, **kwargs: None)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def script():
-    """The lesson's script as a module, which ranks get by value."""
-    spec = importlib.util.spec_from_file_location("script_of_11_mesh", SCRIPT)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
-    return module
+    return script_of(SCRIPT)
 
 
 def test_the_script_measures_on_ranks(tmp_path):
@@ -61,19 +44,3 @@ def test_the_table_names_the_axes_that_cross_nodes(script, monkeypatch, capsys):
     assert fast.split(": ")[0].strip() == "dp tp"
     assert fast.endswith(", dp between nodes")
     assert slow.endswith(", tp between nodes")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--mesh", "dp=2,sp=2"), "need axes out of"),
-        (("--model", "gpt9"), "model: need a preset"),
-        (("--mesh", "dp=3"), "need batch divisible by dp"),
-        (("--mesh", "tp=3"), "need num_heads of small divisible by tp"),
-        (("--turns", "0"), "--turns above 0"),
-    ],
-)
-def test_the_script_refuses_in_one_sentence(script, options, says, capsys):
-    with pytest.raises(SystemExit):
-        script.read_arguments(options)
-    assert says in capsys.readouterr().err.splitlines()[-1]
