@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from course_lib.core import CourseError, MeshError, ModelSpec
+from course_lib.core import ModelSpec
 from course_lib.core.records import COMPUTE_KINDS
 from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, token_loss
@@ -37,6 +37,7 @@ from course_lib.pipeline import (
 )
 from course_lib.pipeline.actions import num_model_chunks_of, placement_of
 from course_lib.ranks import RankError, record
+from tests.refusals import assert_refused
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -295,38 +296,79 @@ def test_copies_of_a_tied_parameter_begin_equal_whatever_the_seeds(pools):
 # --- what goes wrong is told
 
 
-def assert_told(pools, fn, *says, error=CourseError):
-    """The ranks raise the error, its sentence says this, and no message has left."""
-
-    def told(rank):
-        with record() as log, pytest.raises(error) as caught:
-            fn(rank)
-        return str(caught.value), [e.kind for e in log.events if e.kind == "send"]
-
-    for rank, (text, sent) in enumerate(pools(2).run(told)):
-        assert sent == []
-        for words in says:
-            assert words.format(rank=rank) in text
+def stage_of(rank, **options):
+    return split_model(linear_layers(), 2, rank, **options)
 
 
-def stage_of(rank):
-    return split_model(linear_layers(), 2, rank)
+def step(schedule, inputs, targets=None, **options):
+    """A step with these numbers of inputs and of targets."""
+
+    def on_rank(rank):
+        pipeline = Pipeline(stage_of(rank, **options), F.mse_loss)
+        pipeline.step(schedule, batch(inputs)[0], batch(targets or inputs)[1])
+
+    return on_rank
 
 
-def test_a_schedule_that_breaks_a_law_is_refused_before_anything_is_sent(pools):
+def moved():
     schedule = one_f_one_b(2, 2)
     schedule[1] = [schedule[1][1], schedule[1][0], *schedule[1][2:]]
-    circle = [
+    return schedule
+
+
+def circle():
+    return [
         [Action("backward", 0, 0), Action("forward", 0, 0)],
         [Action("forward", 1, 0), Action("backward", 1, 0)],
     ]
-    for broken, says in ((schedule, "rank 1: need F0, then B0"), (circle, "rank 0: need F0, then")):
 
-        def step(rank, broken=broken):
-            m = len(broken[0]) // 2
-            Pipeline(stage_of(rank), F.mse_loss).step(broken, *batch(m))
 
-        assert_told(pools, step, says, error=ScheduleError)
+def another_ranks_group(rank):
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    Pipeline(stage_of(rank), F.mse_loss, groups[1 - rank])
+
+
+def cut(**options):
+    return lambda rank: split_model(linear_layers(), **{"num_stages": 2, "stage": 0, **options})
+
+
+PIPELINE = "ScheduleError: rank {rank}, Pipeline: need "
+REFUSED = [
+    ("ScheduleError ... rank 1: need F0, then B0", step(moved(), 2)),
+    ("ScheduleError ... rank 0: need F0, then", step(circle(), 1)),
+    (PIPELINE + "a schedule for the 2 ranks", step(one_f_one_b(3, 2), 2)),
+    (
+        PIPELINE + "a schedule for the stage's 1 model chunks; got one for 2",
+        step(interleaved(2, 2, 2), 2),
+    ),
+    ("ScheduleError ... need F2, then B2", step(one_f_one_b(2, 2), 3)),
+    ("ScheduleError ... need micro-batches 0 to 1; got F2, B2", step(one_f_one_b(2, 3), 2)),
+    (
+        PIPELINE + "the model chunks [ ... placement=[0, 1, 1, 0])",
+        step(zero_bubble_v(2, 4), 4, num_model_chunks=2),
+    ),
+    (
+        PIPELINE + "the model chunks [ ... placement=[0, 1, 0, 1])",
+        step(interleaved(2, 4, 2), 4, placement=v_placement(2)),
+    ),
+    ("MeshError: rank {rank}, Pipeline: need a group that holds", another_ranks_group),
+    ("need a stage from 0 to 1; got 2", cut(stage=2)),
+    (
+        "need num_layers for 4 layers (of a GPT: embedding, blocks, head)",
+        cut(num_layers=[1, 2]),
+    ),
+    (
+        "need layers for 2 stages x 1 model chunks, none empty; got num_la",
+        cut(num_layers=[4, 0]),
+    ),
+    ("need layers for 2 stages x 1 model chunks", cut(num_layers=[2, 1, 1])),
+    ("need layer_times for 4 layers", cut(layer_times=[1.0] * 3)),
+    ("need 1 to 4 parts, as none may be empty; got 6", cut(num_model_chunks=3)),
+]
+
+
+def test_what_cannot_be_is_told_before_anything_is_sent(pools):
+    assert_refused(pools(2), REFUSED, silent=True)
 
 
 def test_after_a_refusal_a_step_is_right_again(pools):
@@ -341,57 +383,6 @@ def test_after_a_refusal_a_step_is_right_again(pools):
     torch.testing.assert_close(pools(2).run(steps)[1], wanted.detach())
 
 
-SIZES = [
-    (one_f_one_b(3, 2), 2, 2, "rank {rank}, Pipeline: need a schedule for the 2 ranks"),
-    (interleaved(2, 2, 2), 2, 2, "need a schedule for the stage's 1 model chunks; got one for 2"),
-    (one_f_one_b(2, 2), 3, 3, "need F2, then B2"),
-    (one_f_one_b(2, 3), 2, 2, "need micro-batches 0 to 1; got F2, B2"),
-]
-
-
-@pytest.mark.parametrize(("schedule", "inputs", "targets", "says"), SIZES)
-def test_numbers_that_do_not_fit_are_told(pools, schedule, inputs, targets, says):
-    def step(rank):
-        Pipeline(stage_of(rank), F.mse_loss).step(schedule, batch(inputs)[0], batch(targets)[1])
-
-    assert_told(pools, step, says, error=ScheduleError)
-
-
-def test_a_stage_that_holds_other_layers_than_the_schedule_runs_is_told(pools):
-    def loop(rank):
-        stage = split_model(linear_layers(), 2, rank, num_model_chunks=2)
-        Pipeline(stage, F.mse_loss).step(zero_bubble_v(2, 4), *batch(4))
-
-    says = "rank {rank}, Pipeline: need the model chunks [", "placement=[0, 1, 1, 0])"
-    assert_told(pools, loop, *says, error=ScheduleError)
-
-    def in_a_v(rank):
-        stage = split_model(linear_layers(), 2, rank, placement=v_placement(2))
-        Pipeline(stage, F.mse_loss).step(interleaved(2, 4, 2), *batch(4))
-
-    assert_told(pools, in_a_v, "placement=[0, 1, 0, 1])", error=ScheduleError)
-
-
-def last_rank_says(pools, fn, pattern, p=2):
-    with pytest.raises(RankError, match=pattern):
-        pools(p).run(fn)
-
-
-def test_missing_targets_are_told(pools):
-    def step(rank, targets=None):
-        Pipeline(stage_of(rank), F.mse_loss).step(gpipe(2, 2), batch(2)[0], targets)
-
-    last_rank_says(pools, step, r"need targets for 2\s+micro-batches; got none")
-
-
-def test_targets_that_do_not_count_are_told(pools):
-    def step(rank):
-        targets = [torch.full((2,), -100)] * 2
-        Pipeline(stage_of(rank), F.cross_entropy).step(gpipe(2, 2), batch(2)[0], targets)
-
-    last_rank_says(pools, step, "need at least one target that counts; got none")
-
-
 class Whole(nn.Module):
     def forward(self, x):
         return x.round().long()
@@ -402,41 +393,57 @@ class Pair(nn.Module):
         return x, x
 
 
-BAD = [
-    ([Whole(), nn.Linear(6, 6)], r"rank 0, Pipeline, F0: need a stage's output with a floating"),
-    ([Pair(), nn.Linear(6, 6)], r"rank 0, Pipeline, F0: need a stage with one tensor .* got tuple"),
+def of_layers(*layers):
+    return lambda rank: Pipeline(layers[rank], F.mse_loss).step(one_f_one_b(2, 2), *batch(2))
+
+
+def without_targets(rank):
+    Pipeline(stage_of(rank), F.mse_loss).step(gpipe(2, 2), batch(2)[0], None)
+
+
+def targets_that_do_not_count(rank):
+    targets = [torch.full((2,), -100)] * 2
+    Pipeline(stage_of(rank), F.cross_entropy).step(gpipe(2, 2), batch(2)[0], targets)
+
+
+def another_shape_than_before(rank):
+    stage = stage_of(rank)
+    pipeline = Pipeline(stage, F.mse_loss)
+    pipeline.step(gpipe(2, 1), *batch(1))
+    if rank == 0:
+        stage.chunks[0] = nn.Linear(6, 5)
+    pipeline.step(gpipe(2, 1), *batch(1))
+
+
+ON_ONE_RANK = [
+    ("need targets for 2 micro-batches; got none", without_targets),
+    ("need at least one target that counts; got none", targets_that_do_not_count),
     (
-        [nn.Linear(6, 5), nn.Linear(6, 6)],
+        "rank 0, Pipeline, F0: need a stage's output with a floating",
+        of_layers(Whole(), nn.Linear(6, 6)),
+    ),
+    (
+        "rank 0, Pipeline, F0: need a stage with one tensor .* got tuple",
+        of_layers(Pair(), nn.Linear(6, 6)),
+    ),
+    (
         r"rank 1, Pipeline, F0: need a stage that takes .* got \[2, 5\] float32, and mat1 and mat2",
+        of_layers(nn.Linear(6, 5), nn.Linear(6, 6)),
+    ),
+    (
+        r"rank 0, Pipeline, F0: need \[2, 6\] float32, as in the first step.* got \[2, 5\] float32."
+        " Try a new Pipeline",
+        another_shape_than_before,
     ),
 ]
 
 
-@pytest.mark.parametrize(("layers", "says"), BAD, ids=lambda value: str(value)[:20])
-def test_a_stage_that_does_not_fit_the_next_is_told(pools, layers, says):
-    def step(rank):
-        Pipeline(layers[rank], F.mse_loss).step(one_f_one_b(2, 2), *batch(2))
-
+@pytest.mark.parametrize(("says", "broken"), ON_ONE_RANK)
+def test_what_one_rank_cannot_do_ends_the_job(pools, says, broken):
     with pytest.raises(RankError) as caught:
-        pools(2).run(step)
+        pools(2).run(broken)
     text = " ".join(str(caught.value).split())
     assert re.search(says, text), text
-
-
-def test_an_output_of_another_shape_than_before_is_told(pools):
-    def steps(rank):
-        stage = stage_of(rank)
-        pipeline = Pipeline(stage, F.mse_loss)
-        pipeline.step(gpipe(2, 1), *batch(1))
-        if rank == 0:
-            stage.chunks[0] = nn.Linear(6, 5)
-        pipeline.step(gpipe(2, 1), *batch(1))
-
-    with pytest.raises(RankError) as caught:
-        pools(2).run(steps)
-    text = " ".join(str(caught.value).split())
-    assert "rank 0, Pipeline, F0: need [2, 6] float32, as in the first step" in text
-    assert "got [2, 5] float32. Try a new Pipeline" in text
 
 
 def test_inputs_of_other_shapes_are_no_trouble(pools):
@@ -448,28 +455,3 @@ def test_inputs_of_other_shapes_are_no_trouble(pools):
     for items, loss in zip((2, 3, 2, 1), losses, strict=True):
         inputs, targets = (torch.cat(tensors) for tensors in batch(2, items))
         torch.testing.assert_close(loss, F.mse_loss(linear_layers()(inputs), targets).detach())
-
-
-def test_another_ranks_group_is_told(pools):
-    def step(rank):
-        groups = [dist.new_group([0]), dist.new_group([1])]
-        Pipeline(stage_of(rank), F.mse_loss, groups[1 - rank])
-
-    assert_told(pools, step, "rank {rank}, Pipeline: need a group that holds", error=MeshError)
-
-
-CUTS = [
-    ({"stage": 2}, "need a stage from 0 to 1; got 2"),
-    ({"num_layers": [1, 2]}, "need num_layers for 4 layers (of a GPT: embedding, blocks, head)"),
-    ({"num_layers": [4, 0]}, "need layers for 2 stages x 1 model chunks, none empty; got num_la"),
-    ({"num_layers": [2, 1, 1]}, "need layers for 2 stages x 1 model chunks"),
-    ({"layer_times": [1.0] * 3}, "need layer_times for 4 layers"),
-    ({"num_model_chunks": 3}, "need 1 to 4 parts, as none may be empty; got 6"),
-]
-
-
-@pytest.mark.parametrize(("options", "says"), CUTS, ids=str)
-def test_a_cut_that_does_not_fit_is_told(options, says):
-    with pytest.raises(CourseError) as caught:
-        split_model(linear_layers(), **{"num_stages": 2, "stage": 0, **options})
-    assert says in str(caught.value)

@@ -58,9 +58,10 @@ class Stage:
 
     submod = None
 
-    def __init__(self, index, num_stages, group_size):
+    def __init__(self, index, num_stages, group_size, group_rank=None):
         self.stage_index, self.num_stages = index, num_stages
-        self.group_size, self.group_rank = group_size, index % group_size
+        self.group_size = group_size
+        self.group_rank = index % group_size if group_rank is None else group_rank
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.ran = []
 
@@ -143,7 +144,10 @@ def test_interleaved_with_one_chunk_is_1f1b():
     assert s.interleaved(4, 6, 1) == s.one_f_one_b(4, 6)
 
 
-@pytest.mark.parametrize("make", [*PLAIN.values(), lambda p, m: s.interleaved(p, m, 2)])
+TWO_CHUNKS = (lambda p, m: s.interleaved(p, m, 2), zero_bubble_v, dual_pipe_v)
+
+
+@pytest.mark.parametrize("make", [*PLAIN.values(), *TWO_CHUNKS])
 def test_no_stage_and_no_micro_batch_are_told(make):
     for p, m in ((0, 4), (4, 0)):
         with pytest.raises(s.ScheduleError, match="num_micro_batches >= 1; got"):
@@ -157,6 +161,8 @@ def test_a_schedule_reads_as_text():
         a.as_text(s.zero_bubble_h1(2, 2)) == "rank 0  F0 F1 I0 W0 I1 W1\nrank 1  F0 I0 F1 I1 W0 W1"
     )
     assert a.as_text(s.interleaved(1, 1, 2)) == "rank 0  F0 F0.1 B0.1 B0"
+    assert a.as_text(zero_bubble_v(1, 1)) == "rank 0  F0 F0.1 I0.1 W0.1 I0 W0"
+    assert a.as_text(dual_pipe_v(1, 2)) == "rank 0  F0 F0.1 F1 B0.1 F1.1 B0 B1.1 I1 W1"
 
 
 # --- laws

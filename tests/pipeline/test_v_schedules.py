@@ -26,7 +26,6 @@ from course_lib.pipeline import (
 )
 from course_lib.pipeline.actions import (
     LETTERS,
-    as_text,
     depths_of,
     loop_placement,
     placement_of,
@@ -34,6 +33,7 @@ from course_lib.pipeline.actions import (
     source_of,
 )
 from course_lib.pipeline.schedule_rules import check_schedule
+from tests.pipeline.test_schedules import Stage
 
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 3 * p + 2)]
 LONG = [(p, m) for p, m in SIZES if m >= 2 * p]
@@ -61,20 +61,10 @@ def every_schedule(sizes=SIZES):
 # --- orders
 
 
-class Stage:
-    """What torch's schedules need of a stage to tell their order."""
-
-    submod = None
-
-    def __init__(self, index, p):
-        self.stage_index, self.num_stages, self.group_size = index, 2 * p, p
-        self.group_rank = min(index, 2 * p - 1 - index)
-        self.is_first, self.is_last = index == 0, index == 2 * p - 1
-
-
 def torch_order(schedule_class, p, m):
     """Torch's actions on each rank, and the pairs of a forward and a backward among them."""
-    order = schedule_class([Stage(0, p), Stage(2 * p - 1, p)], m).pipeline_order
+    stages = [Stage(index, 2 * p, p, group_rank=0) for index in (0, 2 * p - 1)]
+    order = schedule_class(stages, m).pipeline_order
     plain, pairs = [], []
     for rank in range(p):
         given = [one for one in order[rank] if one is not None]
@@ -129,13 +119,6 @@ def test_dual_pipe_v_takes_2p_micro_batches_or_more_as_torch_does():
         says = rf"num_micro_batches >= 2 \* num_stages; got {2 * p} and {p + 1}. Try {2 * p + 2}"
         with pytest.raises(ScheduleError, match=says):
             dual_pipe_v(p + 1, 2 * p)
-
-
-@pytest.mark.parametrize("make", [zero_bubble_v, dual_pipe_v])
-def test_no_stage_and_no_micro_batch_are_told(make):
-    for p, m in ((0, 4), (4, 0)):
-        with pytest.raises(ScheduleError, match="num_micro_batches >= 1; got"):
-            make(p, m)
 
 
 # --- the V
@@ -379,8 +362,3 @@ def test_an_order_that_breaks_a_rule_or_the_limit_says_so():
     for wrong in ({"max_in_flight": 0.5}, {"times": PipelineTimes(micro_batch_scale=[1, 2])}):
         with pytest.raises(CourseError, match="need max_in_flight of 1 micro-batch or more"):
             schedule_bound(2, 2, **wrong)
-
-
-def test_a_v_reads_as_text():
-    assert as_text(zero_bubble_v(1, 1)) == "rank 0  F0 F0.1 I0.1 W0.1 I0 W0"
-    assert as_text(dual_pipe_v(1, 2)) == "rank 0  F0 F0.1 F1 B0.1 F1.1 B0 B1.1 I1 W1"
