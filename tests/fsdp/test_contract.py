@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from course_lib.fsdp import FSDP
@@ -153,30 +152,6 @@ def trains(wrap, mine, name, optimizers=sgd, seed=0, mixed=False):
     return found | state(model)
 
 
-def accumulates(wrap, mine, name, finish_each):
-    model, (x, y) = wrap(build(name, 0)), batch()
-    for n in range(2):
-        F.mse_loss(model(mine(x.chunk(2)[n])), mine(y.chunk(2)[n])).backward()
-        if finish_each or n == 1:
-            model.finish()
-    return look(model, "after two backwards")
-
-
-def clips(wrap, mine):
-    """The user clips by the norm over all ranks."""
-    model, (x, y) = wrap(build("adapted", 0)), batch()
-    F.mse_loss(model(mine(x)), mine(y)).backward()
-    model.finish()
-    grads = [param.grad for param in model.module.parameters() if param.grad is not None]
-    norm = sum(grad.square().sum() for grad in grads)
-    if dist.is_initialized():
-        dist.all_reduce(norm)
-    for grad in grads:
-        grad.mul_(0.1 / norm.sqrt())
-    sgd(model.module)[0].step()
-    return {"norm": norm.sqrt()} | look(model, "after a step")
-
-
 class Both:
     """Two models with one loss, each called twice before backward."""
 
@@ -200,35 +175,11 @@ def trains_both(wrap, mine):
     return {name: x for found in steps for name, x in found.items()}
 
 
-def starts_again(wrap, mine, name):
-    """From the full state dict: the plain module, and a fresh one that trains on."""
-    model, plain, (x, y) = wrap(build(name, 0)), build(name, 1), map(mine, batch())
-    step(model, sgd(model.module), x, y, "a step")
-    plain.load_state_dict(model.full_state_dict())
-    found = state(model) | {"outputs": plain(x).detach()}
-    fresh = wrap(plain)
-    return found | step(fresh, adamw(fresh.module), x, y, "a new step") | state(fresh)
-
-
-def goes_on(wrap, mine, name):
-    """From the state dicts of each rank's own parameters and optimizer."""
-    model, fresh, (x, y) = wrap(build(name, 0)), wrap(build(name, 1)), map(mine, batch())
-    (old,), (new,) = adamw(model.module), adamw(fresh.module)
-    step(model, [old], x, y, "a step")
-    shards = model.module.state_dict(keep_vars=True)
-    fresh.module.load_state_dict({name: x.detach().clone() for name, x in shards.items()})
-    new.load_state_dict(copy.deepcopy(old.state_dict()))
-    return step(fresh, [new], x, y, "the next step") | state(fresh)
-
-
 # --- the law, beyond that of `test_fsdp.py`
 
 LAW = [
     *((trains, name, by) for name in ("odd", "tied") for by in (two, one_each)),
-    *((accumulates, name, each) for name in ("odd", "choice") for each in (True, False)),
-    *((go, name) for go in (starts_again, goes_on) for name in ("odd", "tied", "adapted")),
     (trains_both,),
-    (clips,),
 ]
 IN_BFLOAT16 = {"compute_dtype": torch.bfloat16}
 MIXED = [(trains, name, sgd, 0, True) for name in ("blocks", "tied", "adapted", "choice")]
@@ -325,31 +276,6 @@ def messages(rank):
 def test_a_unit_sends_its_parameters_and_its_gradients_in_one_message_each(pools, world_size):
     wanted = {("all_gather", 4 * 7 * 12): 1, ("reduce_scatter", 4 * 7 * 12): 1}
     assert pools(world_size).run(messages) == [wanted] * world_size
-
-
-def in_pairs(rank):
-    """Ranks 0 and 2 train on one batch, 1 and 3 on another."""
-    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    wrap, mine = lambda m: FSDP(m, group=group), lambda x: x.chunk(2)[rank // 2]
-    return trains(wrap, mine, "odd", seed=rank % 2)
-
-
-def test_each_group_trains_a_model_of_its_own(pools):
-    by_rank = pools(4).run(in_pairs)
-    for seed in range(2):
-        assert_same(by_rank[seed::2], trains(Plain, lambda x: x, "odd", seed=seed))
-
-
-def on_mesh(rank, name):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return goes_on(lambda m: FSDP(m, mesh=mesh), lambda x: x.chunk(4)[rank], name)
-
-
-@pytest.mark.parametrize("name", ["odd", "tied", "adapted", "choice"])
-def test_shards_inside_a_node_are_replicated_across_nodes(pools, name):
-    by_rank = pools(4).run(on_mesh, name)
-    assert_same(by_rank[:2], goes_on(Plain, lambda x: x, name))
-    torch.testing.assert_close(by_rank[2:], by_rank[:2], rtol=0, atol=0)
 
 
 class Notes(nn.Linear):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.core import CourseError, MeshError
 from course_lib.fsdp import FSDP, MixedPrecisionPolicy, merge_shards
 from course_lib.fsdp.dim0_layout import Dim0Layout
 from course_lib.fsdp.mesh import hybrid_ranks
@@ -277,16 +276,3 @@ def test_a_grid_is_two_sizes_or_a_device_mesh_and_its_replicas_are_equal(pools):
         torch.testing.assert_close(mesh, pair, rtol=0, atol=0)
     merged = merge_shards([pair for pair, _ in by_rank])
     torch.testing.assert_close(merged, dict(parts().state_dict()), rtol=0, atol=0)
-
-
-def refused(rank):
-    with pytest.raises(MeshError, match=r"need a mesh .* of 2 ranks; got .3, 2"):
-        FSDP(parts(), mesh=(3, 2))
-    with pytest.raises(CourseError, match="a size that divides 2 ranks; got 3"):
-        FSDP(parts(), reshard_after_forward=3)
-
-
-def test_a_mesh_that_does_not_fit_is_told(pools):
-    pools(2).run(refused)
-    with pytest.raises(MeshError, match="got 2 replicas"):
-        hybrid_ranks([0, 1, 2], 2)
