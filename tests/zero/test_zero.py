@@ -26,9 +26,11 @@ from course_lib.zero.flat_param import FlatParam
 from tests.law.law import (
     LENGTHS,
     WORLDS,
+    Law,
     Replicas,
     assert_broken,
     assert_laws,
+    assert_laws_in_groups,
     by_dims,
     every_module,
     lasting,
@@ -157,6 +159,11 @@ def test_zero_has_the_numbers_of_one_process(pools, method, world_size, length):
 def test_a_sharded_optimizer_has_the_numbers_of_one_process(pools, world_size, length):
     laws = lasting(length, every_module(optimizer="adamw", clip=0.01))
     assert_laws(pools(world_size).run, BehindDDP, laws)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=lambda method: method.name)
+def test_each_group_trains_for_itself(pools, method):
+    assert_laws_in_groups(pools(4), method, [Law("odd", clip=0.05), Law("odd", items=7)])
 
 
 def assert_law(got, want, where=""):
@@ -719,32 +726,6 @@ def test_a_full_state_is_what_one_process_saves(pools):
 
 
 # --- groups, and what does not work
-
-
-def test_every_group_for_itself(pools):
-    def in_groups(rank):
-        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        found = []
-        for stage in STAGES:
-            module, (x, y) = build("odd", seed=rank), numbers(24)
-            engine = stage(module, torch.optim.SGD, groups[rank % 2], lr=0.1)
-            mine = [t.tensor_split(2)[rank // 2] for t in (x * (1 + rank % 2), y)]
-            for _ in range(2):
-                engine.zero_grad()
-                F.mse_loss(engine(mine[0]), mine[1]).backward()
-                engine.step()
-            found.append(whole(engine))
-        return found
-
-    for rank, found in enumerate(pools(4).run(in_groups)):
-        module, (x, y) = build("odd", seed=rank % 2), numbers(24)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.mse_loss(module(x * (1 + rank % 2)), y).backward()
-            optimizer.step()
-        for got in found:
-            assert_law(got, [param.detach() for param in module.parameters()])
 
 
 def shared_inside():
