@@ -22,8 +22,10 @@ from tests.law.law import (
     LENGTHS,
     WORLDS,
     Alone,
+    Law,
     Replicas,
     assert_laws,
+    assert_laws_in_groups,
     every_module,
     lasting,
     ways,
@@ -82,6 +84,10 @@ def test_naive_ddp_has_the_numbers_of_one_process(pools, p, length):
     assert_laws(pools(p).run, Naive, lasting(length, laws))
 
 
+def test_each_group_trains_for_itself(pools):
+    assert_laws_in_groups(pools(4), Naive, [Law("odd", clip=0.05), Law("odd", items=7)])
+
+
 class Threads(Alone):
     name = "DataParallel"
 
@@ -99,26 +105,6 @@ def test_threads_have_the_numbers_of_one_process(alone, num_replicas, length):
     for law in laws:
         law.options["num_replicas"] = num_replicas
     assert_laws(lambda *args: [alone(*args)], Threads, lasting(length, laws))
-
-
-def plain_loop(rank, wrap):
-    torch.manual_seed(100 + rank)
-    model, p = wrap(mlp()), dist.get_world_size()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches(items=12):
-        optimizer.zero_grad()
-        F.mse_loss(model(x.tensor_split(p)[rank]), y.tensor_split(p)[rank]).backward()
-        if hasattr(model, "finish"):
-            model.finish()
-        optimizer.step()
-    return grads_of(model), [param.detach().clone() for param in model.parameters()]
-
-
-@pytest.mark.parametrize("p", [3])
-def test_naive_and_torch_ddp_are_the_same(pools, p):
-    theirs = pools(p).run(plain_loop, nn.parallel.DistributedDataParallel)
-    for ours, torchs in zip(pools(p).run(plain_loop, NaiveDDP), theirs, strict=True):
-        torch.testing.assert_close(ours, torchs, **TOLERANCE)
 
 
 # --- weights of uneven parts
@@ -240,24 +226,6 @@ def test_buffers_go_the_way_of_torch_ddp(pools, options):
     ours = pools(2).run(norm_steps, NaiveDDP, options)
     for rank in range(2):
         torch.testing.assert_close(ours[rank], theirs[rank], **TOLERANCE)
-
-
-def in_a_group(rank):
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    group, fellow = groups[rank % 2], {0: 0, 1: 1, 2: 0, 3: 1}[rank]
-    torch.manual_seed(rank)
-    model = NaiveDDP(nn.Linear(2, 1, bias=False), group)
-    model(torch.full((1, 2), 10.0**rank)).sum().backward()
-    model.finish()
-    torch.manual_seed(fellow)
-    weight = model.module.weight
-    return torch.equal(weight, nn.Linear(2, 1, bias=False).weight), weight.grad[0, 0].item()
-
-
-def test_a_group_keeps_to_itself(pools):
-    got = pools(4).run(in_a_group)
-    assert [same for same, _ in got] == [True] * 4
-    assert [mean for _, mean in got] == [101 / 2, 1010 / 2, 101 / 2, 1010 / 2]
 
 
 # --- the sampler

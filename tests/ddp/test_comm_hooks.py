@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.core import CourseError
 from course_lib.ddp import DDP, PowerSGD, TopK, bf16_hook
 from course_lib.ranks import record
+from tests.refusals import assert_refused
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -287,17 +287,15 @@ def test_power_sgd_has_the_numbers_of_torch(pools, min_rate):
 # --- what goes wrong is told
 
 
-@pytest.mark.parametrize("fraction", [0, -0.1, 1.5, math.nan])
-def test_a_fraction_that_is_none_is_told(fraction):
-    with pytest.raises(CourseError, match="TopK: need 0 < fraction <= 1; got"):
-        TopK(fraction)
+REFUSED = [
+    *(
+        ("TopK: need 0 < fraction <= 1; got", lambda rank, fraction=fraction: TopK(fraction))
+        for fraction in (0, -0.1, 1.5, math.nan)
+    ),
+    ("PowerSGD: need a rank of 1 or more; got 0", lambda rank: PowerSGD(0)),
+    ("PowerSGD: need the shapes of the gradients", lambda rank: PowerSGD(2)(torch.zeros(3), None)),
+]
 
 
-def test_a_rank_below_one_is_told():
-    with pytest.raises(CourseError, match="PowerSGD: need a rank of 1 or more; got 0"):
-        PowerSGD(0)
-
-
-def test_a_bucket_that_was_not_watched_is_told():
-    with pytest.raises(CourseError, match="PowerSGD: need the shapes of the gradients"):
-        PowerSGD(2)(torch.zeros(3), None)
+def test_what_cannot_be_is_told_in_one_sentence(pools):
+    assert_refused(pools(1), REFUSED)

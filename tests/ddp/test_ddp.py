@@ -11,12 +11,23 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.core import CourseError, MeshError, ModelSpec
+from course_lib.core import CourseError, ModelSpec
 from course_lib.ddp import DDP, Mean, make_buckets
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, record, span
-from tests.law.law import LENGTHS, WORLDS, Law, Replicas, assert_laws, every_module, lasting, ways
+from tests.law.law import (
+    LENGTHS,
+    WORLDS,
+    Law,
+    Replicas,
+    assert_laws,
+    assert_laws_in_groups,
+    every_module,
+    lasting,
+    ways,
+)
 from tests.law.modules import HARD, Choice
+from tests.refusals import assert_refused
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -70,6 +81,10 @@ LAWS += ways(["choice"], [one for one in SENDING if "find_unused" not in one], b
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_ddp_has_the_numbers_of_one_process(pools, world_size, length):
     assert_laws(pools(world_size).run, Bucketed, lasting(length, LAWS))
+
+
+def test_each_group_trains_for_itself(pools):
+    assert_laws_in_groups(pools(4), Bucketed, [Law("odd", clip=0.05), Law("odd", items=7)])
 
 
 class NeverWaits(Mean):
@@ -452,22 +467,6 @@ def test_a_gradient_that_was_not_cleared_counts_too(pools):
     assert pools(2).run(steps) == [[[11.0] * 3]] * 2
 
 
-def test_a_group_of_some_ranks_has_means_and_a_start_of_its_own(pools):
-    def step(rank):
-        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        module = nn.Linear(3, 1, bias=False)
-        module.weight.data.fill_(rank)
-        model = DDP(module, group=pairs[rank % 2], find_unused=True)
-        start = module.weight.tolist()
-        model(torch.full((1, 3), 10.0**rank)).sum().backward()
-        model.finish()
-        return start, module.weight.grad.tolist()
-
-    by_rank = pools(4).run(step)
-    means = [(1 + 100) / 2, (10 + 1000) / 2]
-    assert by_rank == [([[float(r % 2)] * 3], [[means[r % 2]] * 3]) for r in range(4)]
-
-
 def test_a_module_may_be_wrapped_again(pools):
     def steps(rank):
         module = nn.Linear(3, 1, bias=False)
@@ -494,59 +493,60 @@ def test_a_module_without_parameters_to_train(pools):
 # --- what goes wrong is told
 
 
-def assert_told(pools, fn, *says, error=CourseError):
-    """Every rank raises the error, and its sentence says this."""
-
-    def told(rank):
-        with pytest.raises(error) as caught:
-            fn(rank)
-        return str(caught.value)
-
-    for rank, text in enumerate(pools(2).run(told)):
-        for words in says:
-            assert words.format(rank=rank) in text
+def unused(rank):
+    model = DDP(Choice())
+    model(torch.ones(2, 5)).sum().backward()
+    model.finish()
 
 
-def test_a_parameter_without_a_gradient_is_named(pools):
-    def step(rank):
-        model = DDP(Choice())
-        model(torch.ones(2, 5)).sum().backward()
-        model.finish()
-
-    assert_told(
-        pools,
-        step,
-        "rank {rank}, DDP.finish: need a gradient for every parameter; got none for "
-        "layers.never.bias, layers.never.weight, layers.low.bias, layers.low.weight. Try",
-        "DDP(..., find_unused=True)",
-    )
-
-
-def test_finish_without_backward_is_told_in_short(pools):
-    def step(rank):
-        DDP(GPT(SPEC)).finish()
-
-    assert_told(
-        pools,
-        step,
-        "got none for norm.bias, norm.weight, ",
-        " and 32 more. Try finish() after backward()",
-    )
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_second_backward_before_finish_is_told(pools, overlap):
+def second_backward(overlap):
     def step(rank):
         model = DDP(mlp(), overlap=overlap)
         for _ in range(2):
             model(torch.ones(2, 5)).sum().backward()
 
-    assert_told(
-        pools,
-        step,
-        "rank {rank}, DDP: need finish() after each backward; got a second gradient for 2.bias",
-        "Try model.finish(), or no_sync()",
-    )
+    return step
+
+
+def another_ranks_group(rank):
+    pairs = [dist.new_group([0]), dist.new_group([1])]
+    DDP(mlp(), group=pairs[1 - rank])
+
+
+def sparse(rank):
+    model = DDP(nn.Embedding(4, 3, sparse=True))
+    model(torch.tensor([1])).sum().backward()
+
+
+SECOND = "rank {rank}, DDP: need finish() after each backward; got a second gradient for 2.bias"
+SECOND += " ... Try model.finish(), or no_sync()"
+REFUSED = [
+    (
+        "rank {rank}, DDP.finish: need a gradient for every parameter; got none for "
+        "layers.never.bias, layers.never.weight, layers.low.bias, layers.low.weight. Try"
+        " ... DDP(..., find_unused=True)",
+        unused,
+    ),
+    (
+        "got none for norm.bias, norm.weight,  ...  and 32 more. Try finish() after backward()",
+        lambda rank: DDP(GPT(SPEC)).finish(),
+    ),
+    (SECOND, second_backward(overlap=True)),
+    (SECOND, second_backward(overlap=False)),
+    ("MeshError: rank {rank}, DDP: need a group that holds this rank", another_ranks_group),
+    ("DDP: need dense gradients; got a sparse one for weight. Try sparse", sparse),
+    *(
+        (
+            "DDP: need bucket_bytes above 0; got  ... . Try 1",
+            lambda rank, n=n: make_buckets(mlp(), n),
+        )
+        for n in (0, -1, float("nan"))
+    ),
+]
+
+
+def test_what_cannot_be_is_told_in_one_sentence(pools):
+    assert_refused(pools(2), REFUSED)
 
 
 def test_after_an_error_a_step_is_right_again(pools):
@@ -596,34 +596,12 @@ def test_what_a_finish_that_raised_has_launched_is_waited_for_and_discarded(pool
     assert pools(2).run(steps) == [[[5.5] * 3]] * 2
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, -1, float("nan")])
-def test_a_bucket_of_no_bytes_is_told(bucket_bytes):
-    with pytest.raises(CourseError, match=r"DDP: need bucket_bytes above 0; got .* Try 1"):
-        make_buckets(mlp(), bucket_bytes)
-
-
-def test_another_ranks_group_is_told(pools):
-    def step(rank):
-        pairs = [dist.new_group([0]), dist.new_group([1])]
-        DDP(mlp(), group=pairs[1 - rank])
-
-    assert_told(pools, step, "rank {rank}, DDP: need a group that holds this rank", error=MeshError)
-
-
 def test_other_parameters_on_another_rank_are_told(pools):
     def step(rank):
         DDP(nn.Linear(3 + rank, 1))
 
     with pytest.raises(RankError, match=r"broadcast .*float32 \[4\].*float32 \[5\]|mismatch"):
         pools(2).run(step)
-
-
-def test_a_sparse_gradient_is_told(pools):
-    def step(rank):
-        model = DDP(nn.Embedding(4, 3, sparse=True))
-        model(torch.tensor([1])).sum().backward()
-
-    assert_told(pools, step, "DDP: need dense gradients; got a sparse one for weight. Try sparse")
 
 
 def test_a_parameter_missing_on_one_rank_only_ends_the_job_with_its_name(pools):
