@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from course_lib.core import CourseError, MeshError, ModelSpec, ShapeError
+from course_lib.core import ModelSpec
 from course_lib.core.links import INFINIBAND, NVLINK
 from course_lib.core.parallelism import Parallelism
 from course_lib.cost.flops import forward_flop
@@ -74,6 +74,7 @@ from tests.law.law import (
     ways,
 )
 from tests.law.modules import build
+from tests.refusals import assert_refused
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -145,32 +146,6 @@ def assert_law(by_rank, wanted):
     for found in by_rank[1:]:
         torch.testing.assert_close(found, by_rank[0], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(by_rank[0], wanted, **TOLERANCE)
-
-
-def test_the_loss_curve_lies_on_that_of_one_process(pools):
-    """200 steps: what differs in the last bits has grown by then, and still cannot be seen."""
-    spec = replace(TINY, vocab=20, num_heads=4)
-
-    def curve(rank=None):
-        model = seeded(spec).double()
-        loss_of = token_loss
-        if rank is not None:
-            parallelize(model, the_mesh())
-            loss_of = parallel_token_loss  # the mesh has all ranks
-        optimizer, losses = sgd(model), []
-        for n in range(200):
-            tokens, targets = padded_batch(n, batch=4, seq=12, vocab=spec.vocab)
-            loss = loss_of(model(tokens), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    wanted = curve()
-    assert wanted[-1] < 0.8 * wanted[0], "it did not learn: the curves say nothing"
-    for losses in pools(2).run(curve):
-        assert losses == pytest.approx(wanted, rel=0, abs=1e-9)
 
 
 def test_replicas_of_a_split_model(pools):
@@ -670,81 +645,105 @@ def test_replicated_parameters_are_what_two_ranks_hold_twice(spec):
 # --- what goes wrong is told
 
 
-def assert_told(pools, fn, *says, error, world_size=2):
-    """Every rank raises the error, and its sentence says this."""
-
-    def told(rank):
-        with pytest.raises(error) as caught:
-            fn(rank)
-        return str(caught.value)
-
-    for rank, text in enumerate(pools(world_size).run(told)):
-        for words in says:
-            assert words.format(rank=rank) in text
+def begun(spec=TINY, mesh=None, sequence_parallel=False, **options):
+    """A split model."""
+    return parallelize(seeded(spec, **options), mesh or the_mesh(), sequence_parallel)
 
 
-@pytest.mark.parametrize(("what", "heads"), [("num_heads", (3, 3)), ("kv_heads", (6, 3))])
-def test_heads_that_cannot_stay_whole_are_told(pools, what, heads):
-    spec = replace(TINY, num_heads=heads[0], num_kv_heads=heads[1])
-    says = f"parallelize: need {what} of own divisible by tp, as a head stays whole; got 3 and 2"
-    assert_told(pools, lambda rank: parallelize(seeded(spec), the_mesh()), says, error=MeshError)
+def heads(num_heads, num_kv_heads):
+    return lambda rank: begun(replace(TINY, num_heads=num_heads, num_kv_heads=num_kv_heads))
 
 
-def test_another_mesh_is_told(pools):
-    def two_axes(rank):
-        parallelize(seeded(TINY), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
-
-    def no_mesh(rank):
-        parallelize(seeded(TINY), dist.group.WORLD)
-
-    says = "parallelize: need a DeviceMesh of one axis; got "
-    assert_told(pools, two_axes, says + '2 axes. Try mesh["tp"]', error=MeshError)
-    assert_told(pools, no_mesh, says, error=MeshError)
-
-
-def test_another_model_is_told(pools):
-    def twice(rank):
-        parallelize(parallelize(seeded(TINY), the_mesh()), the_mesh())
-
-    says = "parallelize: need an unsplit GPT; got "
-    assert_told(pools, twice, says + "one that is split already", error=CourseError)
-    linear = lambda rank: parallelize(nn.Linear(2, 2), the_mesh())  # noqa: E731
-    assert_told(pools, linear, says + "Linear", error=CourseError)
-    whole = lambda rank: finish_gradients(GPT(TINY))  # noqa: E731
-    assert_told(pools, whole, "rank {rank}: need a model that is split", error=CourseError)
-
-
-@pytest.mark.parametrize(
-    ("calls", "got"),
-    [
-        ("backward finish finish", "a second call"),
-        ("backward finish backward finish", "a backward after it"),
-        ("backward step forward", "a step without it"),
-    ],
-)
-def test_gradients_that_are_finished_not_once_are_told(pools, calls, got):
+def finished_not_once(calls):
     def loop(rank):
-        model = parallelize(seeded(TINY), the_mesh(), sequence_parallel=True)
+        model = begun(sequence_parallel=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):  # what went well once goes well again
-            optimizer.zero_grad()
-            model(torch.ones(2, 8).long()).sum().backward()
-            finish_gradients(model)
-            optimizer.step()
-        optimizer.zero_grad()
-        forward = lambda: model(torch.ones(2, 8).long())  # noqa: E731
         do = {
-            "forward": forward,
-            "backward": lambda: forward().sum().backward(),
+            "forward": lambda: model(torch.ones(2, 8).long()),
+            "backward": lambda: do["forward"]().sum().backward(),
             "finish": lambda: finish_gradients(model),
             "step": optimizer.step,
         }
+        for _ in range(2):  # what went well once goes well again
+            optimizer.zero_grad()
+            for call in ("backward", "finish", "step"):
+                do[call]()
+        optimizer.zero_grad()
         for call in calls.split():
             do[call]()
 
-    says = "rank {rank}, sequence parallel: need finish_gradients(model) once per step, after the "
-    says += f"last backward; got {got}."
-    assert_told(pools, loop, says, error=CourseError)
+    return loop
+
+
+def other_weights(rank):
+    torch.manual_seed(rank)
+    parallelize(GPT(TINY), the_mesh())
+
+
+def other_masks(rank):
+    model = seeded(TINY, flash=False, dropout=0.1)
+    torch.manual_seed(rank)
+    parallelize(model, the_mesh())
+
+
+def entropy(*targets):
+    return lambda rank: vocab_parallel_cross_entropy(torch.ones(3, 4), torch.tensor(targets))
+
+
+def two_axes():
+    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+
+STAYS = "MeshError: parallelize: need {} of own divisible by tp, as a head stays whole; got 3 and 2"
+MESH = "MeshError: parallelize: need a DeviceMesh of one axis; got "
+UNSPLIT = "parallelize: need an unsplit GPT; got "
+ONCE = "rank {rank}, sequence parallel: need finish_gradients(model) once per step, "
+ONCE += "after the last backward; got "
+ALIKE = "MeshError: rank {rank}, parallelize: need the same "
+ENTROPY = "ShapeError: rank {rank}, vocab_parallel_cross_entropy: need "
+REFUSED = [
+    (STAYS.format("num_heads"), heads(3, 3)),
+    (STAYS.format("kv_heads"), heads(6, 3)),
+    (MESH + '2 axes. Try mesh["tp"]', lambda rank: begun(mesh=two_axes())),
+    (MESH, lambda rank: begun(mesh=dist.group.WORLD)),
+    (UNSPLIT + "one that is split already", lambda rank: parallelize(begun(), the_mesh())),
+    (UNSPLIT + "Linear", lambda rank: parallelize(nn.Linear(2, 2), the_mesh())),
+    (
+        "rank {rank}: need a model that is split",
+        lambda rank: finish_gradients(GPT(TINY)),
+    ),
+    (ONCE + "a second call.", finished_not_once("backward finish finish")),
+    (ONCE + "a backward after it.", finished_not_once("backward finish backward finish")),
+    (ONCE + "a step without it.", finished_not_once("backward step forward")),
+    (ALIKE + "weights on all ranks", other_weights),
+    (ALIKE + "random state on all ranks", other_masks),
+    (
+        "ShapeError: rank {rank}, sequence parallel: need seq divisible by tp; got 7 and 2. "
+        "Try seq=8, or",
+        lambda rank: begun(sequence_parallel=True)(torch.ones(2, 7).long()),
+    ),
+    (
+        "ShapeError: rank {rank}, VocabParallelEmbedding: need tokens from 0 to 47; got 48 to 48",
+        lambda rank: begun()(torch.full((2, 3), 48)),
+    ),
+    (ENTROPY + "tokens from 0 to 7; got -1 to 8", entropy(1, -1, 8)),
+    (ENTROPY + "a target for each row", entropy(1, 1)),
+    (
+        "ShapeError: rank {rank}, shard_tensors: need embedding.weight with 41 in dim 0; "
+        "got [42, 24]",
+        lambda rank: shard_tensors(
+            begun(replace(TINY, vocab=41)), GPT(replace(TINY, vocab=42)).state_dict()
+        ),
+    ),
+    (
+        "ShapeError: tensor_traffic: need batch, seq and number_bytes",
+        lambda rank: tensor_traffic(TINY, 0, 12),
+    ),
+]
+
+
+def test_what_cannot_be_is_told_in_one_sentence(pools):
+    assert_refused(pools(2), REFUSED)
 
 
 def test_parameters_are_saved_without_what_watches_them(pools):
@@ -755,57 +754,3 @@ def test_parameters_are_saved_without_what_watches_them(pools):
         return all(map(torch.equal, torch.load(file, weights_only=True), params))
 
     assert pools(2).run(loaded) == [True] * 2
-
-
-def test_ranks_that_do_not_begin_alike_are_told(pools):
-    def other_weights(rank):
-        torch.manual_seed(rank)
-        parallelize(GPT(TINY), the_mesh())
-
-    def other_masks(rank):
-        model = seeded(TINY, flash=False, dropout=0.1)
-        torch.manual_seed(rank)
-        parallelize(model, the_mesh())
-
-    says = "rank {rank}, parallelize: need the same "
-    assert_told(pools, other_weights, says + "weights on all ranks", error=MeshError)
-    assert_told(pools, other_masks, says + "random state on all ranks", error=MeshError)
-
-
-def test_a_sequence_that_cannot_be_shared_is_told(pools):
-    def step(rank):
-        parallelize(seeded(TINY), the_mesh(), sequence_parallel=True)(torch.ones(2, 7).long())
-
-    says = "rank {rank}, sequence parallel: need seq divisible by tp; got 7 and 2. Try seq=8, or"
-    assert_told(pools, step, says, error=ShapeError)
-
-
-def test_tokens_outside_the_vocabulary_are_told(pools):
-    def embed(rank):
-        parallelize(seeded(TINY), the_mesh())(torch.full((2, 3), 48))
-
-    def target(rank):
-        vocab_parallel_cross_entropy(torch.ones(3, 4), torch.tensor([1, -1, 8]))
-
-    def shape(rank):
-        vocab_parallel_cross_entropy(torch.ones(3, 4), torch.ones(2).long())
-
-    says = "need tokens from 0 to 47; got 48 to 48"
-    assert_told(pools, embed, "rank {rank}, VocabParallelEmbedding: " + says, error=ShapeError)
-    where = "rank {rank}, vocab_parallel_cross_entropy: "
-    assert_told(pools, target, where + "need tokens from 0 to 7; got -1 to 8", error=ShapeError)
-    assert_told(pools, shape, where + "need a target for each row", error=ShapeError)
-
-
-def test_another_models_state_is_told(pools):
-    def load(rank):
-        model = parallelize(seeded(replace(TINY, vocab=41)), the_mesh())
-        shard_tensors(model, GPT(replace(TINY, vocab=42)).state_dict())
-
-    says = "shard_tensors: need embedding.weight with 41 in dim 0; got [42, 24]"
-    assert_told(pools, load, "rank {rank}, " + says, error=ShapeError)
-
-
-def test_paper_needs_tokens():
-    with pytest.raises(ShapeError, match="tensor_traffic: need batch, seq and number_bytes"):
-        tensor_traffic(TINY, 0, 12)
