@@ -410,8 +410,6 @@ def test_a_missing_framework_is_one_sentence(pools):
             {"strategy": "accelerate-deepspeed", "dtype": "float32", "micro_batch": 2},
             "--micro-batch: need a strategy whose step is separate",
         ),
-        ({"masked": True, "tp": 2}, "--model own: need tp=1 and pp=1 for a BERT"),
-        ({"momentum": 0.9}, "--momentum: need --optimizer sgd and a number below 1; got adamw"),
         ({"optimizer": "sgd", "momentum": 1.0}, "a number below 1; got sgd and 1.0"),
         ({"data": "dialogues"}, "--data dialogues: need a BERT, .* got the GPT own"),
         ({"epochs": 2}, "--epochs: need a data set of finite size; got synthetic"),
