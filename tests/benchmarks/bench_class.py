@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import median
 
 import nbformat
-from rich.console import Console
-from rich.table import Table
 
 from course_lib.checks import find_exercise
 from course_lib.checks.edits import Edit, edited
@@ -30,6 +28,7 @@ from course_lib.grading.sandbox import find_sandbox
 from course_lib.grading.submission import find_submissions
 from course_lib.grading.task import GradingTask, task_of_assignment
 from course_lib.notebooks.lessons import find_folder, find_lesson
+from tests.benchmarks.harness import print_table
 
 EXERCISES = (
     *(("00", "ranks-1"), ("00", "ranks-3"), ("04", "collectives-2")),
@@ -108,12 +107,11 @@ def main() -> None:
             found = grade_class(made, find_submissions(handed_in, "hw1"), book, lambda _: None)
         write_reports(task, book)
         all_s = time.monotonic() - start_s
-    table = Table("kind", "submissions", "s each, median", "s each, most", title="A class")
-    counts = Counter(kind_of(number) for number in range(given.students))
-    for kind, count in counts.items():
+    rows = []
+    for kind, count in Counter(kind_of(number) for number in range(given.students)).items():
         seconds = [one.seconds for one in found if kind_of(int(one.student[-3:])) == kind]
-        table.add_row(kind, str(count), f"{median(seconds):.1f}", f"{max(seconds):.1f}")
-    Console().print(table)
+        rows.append([kind, count, median(seconds), max(seconds)])
+    print_table("A class", ("kind", "submissions", "s each, median", "s each, most"), rows)
     print(f"{len(found)} submissions, {given.jobs} at a time: {all_s / 60:.1f} min in all")
     if wrong := wrong_grades(found, right):
         sys.exit("graded as they should not be:\n" + "\n".join(wrong))

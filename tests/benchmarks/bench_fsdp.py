@@ -1,18 +1,13 @@
 """What FSDP costs: `python -m tests.benchmarks.bench_fsdp`.
 
-Ours and PyTorch's fully_shard take turns in one run on the same ranks, so that whatever else the
-machine does falls on both: the same model, units and messages (tests/test_fsdp proves it). A turn
-is one training step, and takes as long as its slowest rank. The ratio is the median over the turns
-of our time by PyTorch's; on a busy machine the one of processor time, by rank 0 in all its threads,
-says more. Then the most bytes of tensors that Python holds on a rank when a block of the model
-begins or ends its forward, or begins its backward.
+A training step of ours and of PyTorch's fully_shard, in turns: the same model, units and messages
+(tests/fsdp proves it). "held" is the most bytes of tensors that Python holds on a rank when a block
+of the model begins or ends its forward, or begins its backward.
 """
 
-import argparse
 import gc
-import time
+from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,22 +16,29 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_lib.core import ModelSpec
-from course_lib.core.units import format_bytes, format_seconds
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from tests.benchmarks.worlds import bare_processes
-
-SPEC = ModelSpec(
-    name="3M",
-    hidden=192,
-    num_layers=6,
-    num_heads=6,
-    ffn_hidden=768,
-    vocab=1000,
-    max_seq=128,
-    tied=False,
+from course_lib.core.units import format_bytes
+from course_lib.frameworks import alive_bytes
+from course_lib.fsdp import FSDP, MixedPrecisionPolicy
+from course_lib.models import GPT
+from tests.benchmarks.harness import (
+    COMPARED,
+    GPT_3M,
+    compared,
+    gpt_loss,
+    on_bare_ranks,
+    options,
+    print_table,
+    take_turns,
+    train_step,
 )
-Turns = dict[str, list[float]]
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "kept": {"reshard_after_forward": False},
+    "bfloat16": {"mixed_precision": HALF},
+    "hybrid": {"mesh": (2, 2)},
+}
 
 
 def torchs(
@@ -55,78 +57,38 @@ def torchs(
     return torch_fsdp.fully_shard(module, **options)
 
 
-def ways_of(world_size: int) -> dict[str, dict[str, Any]]:
-    """The ways that fit this many ranks: a mesh of 2 x 2 needs four."""
-    from course_lib.fsdp import (
-        MixedPrecisionPolicy,
-    )  # not above: spawned processes import this file
-
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ways: dict[str, dict[str, Any]] = {
-        "float32": {},
-        "kept": {"reshard_after_forward": False},
-        "bfloat16": {"mixed_precision": half},
-    }
-    return ways | ({"hybrid": {"mesh": (2, 2)}} if world_size == 4 else {})
-
-
-def turns(rank: int, num_turns: int) -> Turns:
-    """Seconds a step, by the slowest rank, processor time, and bytes, for ours and PyTorch's."""
-    found: Turns = {}
-    for way, options in ways_of(dist.get_world_size()).items():
-        gc.collect()  # hooks and modules hold each other: the last way's tensors go only now
-        found.update(side_by_side(rank, way, options, num_turns))
+def turns(rank: int, num_turns: int) -> dict[str, Any]:
+    """Time a step of both, and count the most bytes, in each way that fits this many ranks."""
+    found = {}
+    for way, how in WAYS.items():
+        if way != "hybrid" or dist.get_world_size() == 4:
+            gc.collect()  # hooks and modules hold each other: the last way's tensors go only now
+            found[way] = side_by_side(rank, how, num_turns)
     return found
 
 
-def side_by_side(rank: int, way: str, options: dict[str, Any], num_turns: int) -> Turns:
-    """`turns` of one way."""
-    from course_lib.fsdp import FSDP
-
-    steps, found = {}, Turns()
+def side_by_side(rank: int, how: dict[str, Any], num_turns: int) -> tuple[Any, list[int]]:
+    """Return the times of one way, and the most bytes of ours and of PyTorch's."""
+    steps, held = {}, []
     for name, wrap in (("ours", FSDP), ("torch", torchs)):
-        before = live_bytes()  # the other one's
-        module = GPT(SPEC)
-        model = wrap(module, **options)
+        before = alive_bytes()  # the other one's
+        module = GPT(GPT_3M)
+        model = wrap(module, **how)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        steps[f"{way} {name}"] = step = partial(one_step, rank, model, optimizer)
-        found[f"{way} {name} bytes"] = [float(most_bytes(module, step) - before)]
-    for turn in range(num_turns + 2):
-        for label in list(steps)[:: 1 if turn % 2 else -1]:
-            seconds, cpu_s = timed(steps[label])
-            if turn >= 2:  # the first turns touch fresh memory, and learn the order
-                found.setdefault(label, []).append(seconds)
-                found.setdefault(f"{label} cpu", []).append(cpu_s)
-    return found
+        loss = partial(gpt_loss, model, rank, GPT_3M)
+        steps[name] = partial(train_step, model, optimizer, loss)
+        held.append(most_bytes(module, steps[name]) - before)
+    return take_turns(steps, num_turns), held
 
 
-def one_step(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One training step."""
-    optimizer.zero_grad()
-    tokens, targets = next_tokens(token_batch(rank, batch=2, seq=64, vocab=SPEC.vocab))
-    token_loss(model(tokens), targets).backward()
-    optimizer.step()
-
-
-def timed(step: Any) -> tuple[float, float]:
-    """Seconds by the slowest rank, and this rank's processor time."""
-    dist.barrier()
-    start_s, cpu_s = time.perf_counter(), time.process_time()
-    step()
-    cpu_s = time.process_time() - cpu_s
-    slowest = torch.tensor(time.perf_counter() - start_s)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item(), cpu_s
-
-
-def most_bytes(module: nn.Module, step: Any) -> int:
-    """The most bytes of tensors within the third step."""
+def most_bytes(module: Any, step: Callable[[], None]) -> int:
+    """Return the most bytes of tensors within the third step."""
     step()
     step()
-    moments: list[int] = []
+    found: list[int] = []
 
     def note(*_: Any) -> None:
-        moments.append(live_bytes())
+        found.append(alive_bytes())
 
     handles = [
         register(note)
@@ -140,46 +102,20 @@ def most_bytes(module: nn.Module, step: Any) -> int:
     step()
     for handle in handles:
         handle.remove()
-    return max(moments)
-
-
-def live_bytes() -> int:
-    """Bytes of all storages that a Python object leads to."""
-    storages = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter):
-            storage = thing.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
-def print_rows(world_size: int, found: Turns) -> None:
-    """A line for each way: medians, medians of the ratios, and bytes."""
-    for way in ways_of(world_size):
-        ours, theirs = f"{way} ours", f"{way} torch"
-        ratios = [
-            median(o / t for o, t in zip(found[ours + of], found[theirs + of], strict=True))
-            for of in ("", " cpu")
-        ]
-        held = " ".join(
-            f"{format_bytes(int(found[f'{name} bytes'][0])):>10}" for name in (ours, theirs)
-        )
-        print(
-            f"{world_size:5} {way:>9} {format_seconds(median(found[ours])):>9} "
-            f"{format_seconds(median(found[theirs])):>9} {ratios[0]:7.3f} {ratios[1]:10.3f} {held}"
-        )
+    return max(found)
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="Our FSDP against fully_shard.")
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    args = parser.parse_args()
-    print(f"GPT {SPEC.name}, 1 step with AdamW, bytes at most while blocks compute")
-    print("ranks       way      ours     torch   ratio  cpu ratio  ours held torch held")
-    for world_size in args.ranks:
-        print_rows(world_size, bare_processes(turns, world_size, args.turns))
+    args = options(__doc__)
+
+    def rows() -> Iterator[list[Any]]:
+        for p in args.ranks:
+            for way, (times, held) in on_bare_ranks(turns, p, args.turns).items():
+                yield [way, p, *compared(times), *map(format_bytes, held)]
+
+    heads = ("", "ranks", *COMPARED, "ours held", "torch held")
+    print_table(f"bare ranks, GPT {GPT_3M.name}, 1 step with AdamW", heads, rows())
 
 
 if __name__ == "__main__":

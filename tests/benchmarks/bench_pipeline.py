@@ -1,96 +1,91 @@
 """How fast the pipeline is: `python -m tests.benchmarks.bench_pipeline`.
 
-First our engine against torch.distributed.pipelining: the same stages and schedules take turns in
-one run on the same ranks, so that whatever else the machine does falls on both. A turn is one step
-of forwards and backwards, and takes as long as its slowest rank; the ratio is the median over the
-turns of our time by torch's. Once on bare processes, as under torchrun, and once on the ranks of a
-notebook, where every message is recorded. And once with stages that only take their time, beside
-the simulator and the most micro-batches in flight.
+First our engine against torch.distributed.pipelining, in turns: forwards and backwards of the same
+stages by the same schedules. Once more with stages that only take their time, beside the simulator
+and the most micro-batches in flight.
 
 Then what the two halves of backward cost against the whole one, how long the simulator takes, and
 the bubble by formula, by simulation and as measured with stages that only take their time. Last,
 few and many micro-batches on a slow wire.
 """
 
-import argparse
 import time
+from collections.abc import Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules as torchs
 
+from course_lib import pipeline as ours
 from course_lib.core import Link, ModelSpec
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from tests.benchmarks.worlds import bare_processes, recorded_ranks
+from course_lib.pipeline import Pipeline, PipelineTimes, cost, simulate, split_model
+from course_lib.pipeline.actions import num_model_chunks_of, placement_of
+from tests.benchmarks.harness import (
+    COMPARED,
+    WORLDS,
+    Times,
+    compared,
+    median_s,
+    on_bare_ranks,
+    options,
+    print_table,
+    take_turns,
+)
 
 SPEC = ModelSpec(
-    name="6M",
-    hidden=256,
-    num_layers=6,
-    num_heads=8,
-    ffn_hidden=1024,
-    vocab=2000,
-    max_seq=64,
+    name="6M", hidden=256, num_layers=6, num_heads=8, ffn_hidden=1024, vocab=2000, max_seq=64,
     tied=False,
-)
-NUM_MICRO_BATCHES = 8
-TIMES = {"forward_s": 0.02, "backward_input_s": 0.02, "backward_weight_s": 0.02}
-Turns = dict[str, list[float]]
+)  # fmt: skip
+M = 8  # micro-batches
+TIMES = PipelineTimes(forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch of every step."""
-    return next_tokens(token_batch(0, batch=2 * NUM_MICRO_BATCHES, seq=64, vocab=SPEC.vocab))
+    """Return the batch of every step."""
+    return next_tokens(token_batch(0, batch=2 * M, seq=64, vocab=SPEC.vocab))
 
 
-def stage_here(placement: list[int]) -> Any:
-    """This rank's stage of the model of all tables."""
-    from course_lib.pipeline import split_model
-
-    torch.manual_seed(0)
-    return split_model(SPEC, dist.get_world_size(), dist.get_rank(), placement=placement)
-
-
-def pairs(p: int, m: int) -> dict[str, tuple[Any, Any]]:
-    """Each schedule, ours and torch's class."""
-    from torch.distributed.pipelining import schedules as torchs
-
-    from course_lib import pipeline as ours
-
+def pairs(p: int) -> dict[str, tuple[Any, Any]]:
+    """Return each schedule, ours and torch's class."""
     return {
-        "gpipe": (ours.gpipe(p, m), torchs.ScheduleGPipe),
-        "1f1b": (ours.one_f_one_b(p, m), torchs.Schedule1F1B),
-        "interleaved": (ours.interleaved(p, m, 2), torchs.ScheduleInterleaved1F1B),
-        "zb-h1": (ours.zero_bubble_h1(p, m), torchs.ScheduleInterleavedZeroBubble),
-        "zb-v": (ours.zero_bubble_v(p, m), torchs.ScheduleZBVZeroBubble),
-        "dualpipe-v": (ours.dual_pipe_v(p, m), torchs.ScheduleDualPipeV),
+        "gpipe": (ours.gpipe(p, M), torchs.ScheduleGPipe),
+        "1f1b": (ours.one_f_one_b(p, M), torchs.Schedule1F1B),
+        "interleaved": (ours.interleaved(p, M, 2), torchs.ScheduleInterleaved1F1B),
+        "zb-h1": (ours.zero_bubble_h1(p, M), torchs.ScheduleInterleavedZeroBubble),
+        "zb-v": (ours.zero_bubble_v(p, M), torchs.ScheduleZBVZeroBubble),
+        "dualpipe-v": (ours.dual_pipe_v(p, M), torchs.ScheduleDualPipeV),
     }
 
 
+def seeded_stage(rank: int, p: int, schedule: Any) -> Any:
+    """Return a rank's stage of the model of all tables."""
+    torch.manual_seed(0)
+    return split_model(SPEC, p, rank, placement=placement_of(schedule))
+
+
 def gpt_run(schedule: Any) -> Any:
-    """A run of the GPT of all tables."""
-    from course_lib.pipeline.actions import placement_of
+    """Return a run of the GPT of all tables."""
     from course_lib.pipeline.lab import PipelineRun
 
-    inputs, targets = batch()
+    inputs, targets = (tensor.chunk(M) for tensor in batch())
+    build = partial(seeded_stage, schedule=schedule)
     return PipelineRun(
-        build=lambda rank, p: stage_here(placement_of(schedule)),
-        schedule=schedule,
-        inputs=inputs.chunk(NUM_MICRO_BATCHES),
-        targets=targets.chunk(NUM_MICRO_BATCHES),
-        loss_fn=token_loss,
+        build=build, schedule=schedule, inputs=inputs, targets=targets, loss_fn=token_loss
     )
 
 
 def emulated_run(schedule: Any) -> Any:
-    """A run whose stages sleep, as `TIMES` says."""
-    from course_lib.pipeline import PipelineTimes
+    """Return a run whose stages sleep, as `TIMES` says."""
     from course_lib.pipeline.lab import emulated
 
-    return emulated(schedule, PipelineTimes(**TIMES))
+    return emulated(schedule, TIMES)
 
 
 class Copy(nn.Module):
@@ -101,121 +96,82 @@ class Copy(nn.Module):
         return x.clone()
 
 
-def steps(run_of: Any) -> dict[str, Any]:
-    """A step of ours and of torch's for each schedule: {"1f1b ours": fn, ...}."""
-    from torch.distributed import pipelining
+def our_step(run: Any, rank: int, p: int) -> Any:
+    """Return a step of ours."""
+    pipeline = Pipeline(run.build(rank, p), run.loss_fn)
 
-    from course_lib.pipeline import Pipeline
-    from course_lib.pipeline.actions import placement_of
+    def step() -> None:
+        pipeline.stage.zero_grad()
+        pipeline.step(run.schedule, run.inputs, run.targets)
 
-    p, rank, m = dist.get_world_size(), dist.get_rank(), NUM_MICRO_BATCHES
-    found: dict[str, Any] = {}
-    for name, (schedule, torch_schedule) in pairs(p, m).items():
-        placement, run = placement_of(schedule), run_of(schedule)
-        pipeline, stage = Pipeline(run.build(rank, p), run.loss_fn), run.build(rank, p)
-        like = run.inputs[0].clone().requires_grad_() if run.inputs[0].dim() == 1 else None
-        theirs = [  # a stage that sleeps cannot be tried out with any numbers: `like` says shapes
-            pipelining.PipelineStage(
-                *(
-                    chunk if like is None else nn.Sequential(chunk, Copy()),
-                    depth,
-                    len(placement),
-                    torch.device("cpu"),
-                ),
-                input_args=like.detach() if like is not None and depth == 0 else like,
-                output_args=like,
-            )
-            for chunk, depth in zip(stage.chunks, stage.depths, strict=True)
-        ]
-        single = issubclass(torch_schedule, pipelining.schedules.PipelineScheduleSingle)
-        their_schedule = torch_schedule(theirs[0] if single else theirs, m, loss_fn=run.loss_fn)
-        args = (torch.cat(run.inputs),) if rank == 0 else ()
-        kwargs = {"target": torch.cat(run.targets)} if rank == placement[-1] else {}
-
-        def ours(pipeline: Any = pipeline, run: Any = run) -> None:
-            pipeline.stage.zero_grad()
-            pipeline.step(run.schedule, run.inputs, run.targets)
-
-        def torchs(stages: Any = theirs, run: Any = their_schedule, a: Any = args, k: Any = kwargs):
-            for one in stages:
-                one.submod.zero_grad()
-            run.step(*a, **k, return_outputs=False)
-
-        found |= {f"{name} ours": ours, f"{name} torch": torchs}
-    return found
+    return step
 
 
-def turns(rank: int, num_turns: int, run_of: Any = gpt_run) -> Turns:
-    """Seconds of a step by the slowest rank, and this rank's processor time."""
-    todo = steps(run_of)
-    seconds: Turns = {key: [] for name in todo for key in (name, f"{name} cpu")}
-    for turn in range(num_turns + 2):
-        for name in list(todo)[:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            start_s, cpu_s = time.perf_counter(), time.process_time()
-            todo[name]()
-            cpu_s = time.process_time() - cpu_s
-            slowest = torch.tensor(time.perf_counter() - start_s)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if turn >= 2:  # the first turns agree on shapes
-                seconds[name].append(slowest.item())
-                seconds[f"{name} cpu"].append(cpu_s)
-    return seconds
+def torchs_step(run: Any, rank: int, p: int, kind: Any) -> Any:
+    """Return a step of torch's."""
+    placement, stage = placement_of(run.schedule), run.build(rank, p)
+    # A stage that sleeps cannot be tried out with any numbers: `like` says shapes.
+    like = run.inputs[0].clone().requires_grad_() if run.inputs[0].dim() == 1 else None
+    stages = [
+        pipelining.PipelineStage(
+            chunk if like is None else nn.Sequential(chunk, Copy()),
+            depth,
+            len(placement),
+            torch.device("cpu"),
+            input_args=like.detach() if like is not None and depth == 0 else like,
+            output_args=like,
+        )
+        for chunk, depth in zip(stage.chunks, stage.depths, strict=True)
+    ]
+    single = issubclass(kind, torchs.PipelineScheduleSingle)
+    schedule = kind(stages[0] if single else stages, M, loss_fn=run.loss_fn)
+    inputs = (torch.cat(run.inputs),) if rank == 0 else ()
+    targets = {"target": torch.cat(run.targets)} if rank == placement[-1] else {}
+
+    def step() -> None:
+        for one in stages:
+            one.submod.zero_grad()
+        schedule.step(*inputs, **targets, return_outputs=False)
+
+    return step
 
 
-def print_engines(title: str, measure: Any, sizes: list[int], num_turns: int) -> None:
-    """One line for each number of ranks and schedule."""
-    print(f"{title} ranks, GPT {SPEC.name}, {NUM_MICRO_BATCHES} micro-batches, 1 step")
-    print("ranks schedule         ours     torch   ratio  cpu ratio")
-    for world_size in sizes:
-        seconds = measure(turns, world_size, num_turns)
-        for name in pairs(world_size, NUM_MICRO_BATCHES):
-            ours, theirs = (median(seconds[f"{name} {who}"]) for who in ("ours", "torch"))
-            ratio, cpu_ratio = (
-                median(
-                    o / t
-                    for o, t in zip(
-                        seconds[f"{name} ours{of}"], seconds[f"{name} torch{of}"], strict=True
-                    )
-                )
-                for of in ("", " cpu")
-            )
-            print(
-                f"{world_size:5} {name:12} {format_seconds(ours):>8} {format_seconds(theirs):>9} "
-                f"{ratio:7.3f} {cpu_ratio:10.3f}"
-            )
+def turns(rank: int, num_turns: int, run_of: Any = gpt_run) -> Times:
+    """Time a step of ours and of torch's for each schedule."""
+    p, steps = dist.get_world_size(), {}
+    for name, (schedule, kind) in pairs(p).items():
+        run = run_of(schedule)
+        steps[f"{name} ours"] = our_step(run, rank, p)
+        steps[f"{name} torch"] = torchs_step(run, rank, p, kind)
+    return take_turns(steps, num_turns)
 
 
-def emulated_turns(rank: int, num_turns: int) -> Turns:
-    """The same with stages that only take their time."""
-    return turns(rank, num_turns, emulated_run)
+def engine_rows(measure: Any, sizes: list[int], num_turns: int) -> Iterator[list[Any]]:
+    """Yield a row for each schedule and number of ranks."""
+    for p in sizes:
+        times = measure(turns, p, num_turns)
+        for name in pairs(p):
+            yield [name, p, *compared(times, f"{name} ours", f"{name} torch")]
 
 
-def print_emulated(sizes: list[int], num_turns: int) -> None:
-    """One line for each number of ranks and schedule: simulated, ours, torch's, and in flight."""
-    from course_lib.pipeline import PipelineTimes, simulate
-    from course_lib.pipeline.actions import num_model_chunks_of
-
-    print("bare ranks, stages that sleep: F = I = W = 20 ms a rank")
-    print("ranks schedule     simulated     ours    torch   in flight, by rank (micro-batches)")
-    for world_size in sizes:
-        seconds = bare_processes(emulated_turns, world_size, num_turns)
-        for name, (schedule, _) in pairs(world_size, NUM_MICRO_BATCHES).items():
-            step = simulate(schedule, PipelineTimes(**TIMES))
-            held = [peak / num_model_chunks_of(schedule) for peak in step.peak_in_flight()]
-            times = (step.step_s, *(median(seconds[f"{name} {who}"]) for who in ("ours", "torch")))
-            shown = " ".join(f"{format_seconds(time_s):>8}" for time_s in times)
-            print(f"{world_size:5} {name:12}  {shown}   {', '.join(f'{n:g}' for n in held)}")
+def emulated_rows(sizes: list[int], num_turns: int) -> Iterator[list[Any]]:
+    """Yield a row for each schedule: simulated, ours, torch's, and in flight."""
+    for p in sizes:
+        times = on_bare_ranks(partial(turns, run_of=emulated_run), p, num_turns)
+        for name, (schedule, _) in pairs(p).items():
+            step, chunks = simulate(schedule, TIMES), num_model_chunks_of(schedule)
+            measured = (median_s(times, f"{name} {who}") for who in ("ours", "torch"))
+            held = ", ".join(f"{peak / chunks:g}" for peak in step.peak_in_flight())
+            yield [name, p, *map(format_seconds, (step.step_s, *measured)), held]
 
 
 def print_halves(num_turns: int) -> None:
-    """Seconds and held bytes of one backward, and of its two halves."""
+    """Print seconds and held bytes of one backward, and of its two halves."""
     from course_lib.memory.saved_tensors import activation_ledger
     from course_lib.pipeline.split_backward import SplitBackward
 
     torch.manual_seed(0)
-    model, (inputs, _) = GPT(SPEC), batch()
-    tokens = inputs[:4]
+    model, tokens = GPT(SPEC), batch()[0][:4]
 
     def whole() -> list[float]:
         out = model(tokens)
@@ -242,81 +198,70 @@ def print_halves(num_turns: int) -> None:
     print(
         f"backward {format_seconds(b_s)}, holding {format_bytes(sizes[0])}; halves "
         f"{format_seconds(i_s)} + {format_seconds(w_s)}, ratio {(i_s + w_s) / b_s:.3f}, "
-        f"holding {format_bytes(sizes[1])}"
+        f"holding {format_bytes(sizes[1])}\n"
     )
 
 
-def print_bubbles(num_turns: int) -> None:
-    """Bubble as a part of the step: formula, simulation, real ranks."""
-    from course_lib.pipeline import PipelineTimes, cost, naive, simulate
+def bubble_rows(num_turns: int) -> Iterator[list[Any]]:
+    """Yield the bubble as a part of the step: formula, simulation, real ranks."""
     from course_lib.pipeline.lab import emulated, measure
     from course_lib.ranks import Ranks
 
-    p, m = 4, NUM_MICRO_BATCHES
-    times = PipelineTimes(**TIMES)
-    busy_s = m * 0.06
-    zb_s = cost.zero_bubble_h1_bubble_s(p, m, 0.02, 0.02, 0.02)
+    p, busy_s = 4, M * 0.06
+    zb_s = cost.zero_bubble_h1_bubble_s(p, M, 0.02, 0.02, 0.02)
     formulas = {
-        "gpipe": cost.bubble_fraction(p, m),
-        "1f1b": cost.bubble_fraction(p, m),
-        "interleaved": cost.bubble_fraction(p, m, 2),
+        **dict.fromkeys(("gpipe", "1f1b"), cost.bubble_fraction(p, M)),
+        "interleaved": cost.bubble_fraction(p, M, 2),
         "zb-h1": zb_s / (busy_s + zb_s),
-        "zb-v": zb_s / (2 * busy_s + zb_s),
-        "dualpipe-v": zb_s / (2 * busy_s + zb_s),
+        **dict.fromkeys(("zb-v", "dualpipe-v"), zb_s / (2 * busy_s + zb_s)),
+        "naive": (p - 1) / p,
     }
-    schedules = {name: (one, formulas[name]) for name, (one, _) in pairs(p, m).items()}
-    schedules["naive"] = (naive(p, m), (p - 1) / p)
+    schedules = {name: one for name, (one, _) in pairs(p).items()} | {"naive": ours.naive(p, M)}
     with Ranks(p) as ranks:
-        runs = {name: emulated(schedule, times) for name, (schedule, _) in schedules.items()}
+        runs = {name: emulated(schedule, TIMES) for name, schedule in schedules.items()}
         measured = measure(ranks, runs, num_turns)
-    print(f"{p} ranks, {m} micro-batches, emulated stages: bubble, and the step")
-    print("schedule     formula  simulated  measured   simulated  measured")
-    for name, (schedule, formula) in schedules.items():
-        played, step = simulate(schedule, times), measured[name]
-        print(
-            f"{name:12} {formula:7.3f} {played.bubble_fraction:10.3f} "
-            f"{step.bubble_fraction:9.3f} {format_seconds(played.step_s):>11} "
-            f"{format_seconds(step.step_s):>9}"
-        )
+    for name, schedule in schedules.items():
+        played, step = simulate(schedule, TIMES), measured[name]
+        yield [name, formulas[name], played.bubble_fraction, step.bubble_fraction,
+               format_seconds(played.step_s), format_seconds(step.step_s)]  # fmt: skip
 
 
 def print_micro_batches(num_turns: int) -> None:
-    """A slow wire: m = p against m = 4p."""
-    from course_lib.pipeline import one_f_one_b
-    from course_lib.pipeline.cost import BatchCost, step_parts
+    """Print a slow wire's steps: m = p against m = 4p."""
     from course_lib.pipeline.lab import emulated, measure
     from course_lib.ranks import Ranks
 
     p, link = 4, Link(name="slow", latency_s=0.01, bytes_per_s=1e9)
-    cost = BatchCost(forward_s=0.04, backward_s=0.08)
+    each = cost.BatchCost(forward_s=0.04, backward_s=0.08)
     with Ranks(p, link=link) as ranks:
-        runs = {m: emulated(one_f_one_b(p, m), cost.times(m, link)) for m in (4, 8, 16)}
+        runs = {m: emulated(ours.one_f_one_b(p, m), each.times(m, link)) for m in (4, 8, 16)}
         measured = measure(ranks, runs, num_turns)
-    print(f"{p} ranks, 1F1B, 120 ms of compute a rank, emulated {link}")
-    for m, step in measured.items():
-        simulated_s = step_parts(p, m, cost, link).step_s
-        print(f"m = {m:2}: {format_seconds(simulated_s)} simulated, {format_seconds(step.step_s)}")
+    rows = (
+        [m, format_seconds(cost.step_parts(p, m, each, link).step_s), format_seconds(step.step_s)]
+        for m, step in measured.items()
+    )
+    title = f"{p} ranks, 1F1B, 120 ms of compute a rank, emulated {link}"
+    print_table(title, ("micro-batches", "simulated", "measured"), rows)
 
 
 def main() -> None:
     """Print all tables."""
-    from course_lib.pipeline import interleaved, simulate
-
-    parser = argparse.ArgumentParser(description="Our pipeline engine against torch's, bubbles.")
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    args = parser.parse_args()
+    args = options(__doc__)
     few = max(1, args.turns // 3)
-    print_engines("bare", bare_processes, args.ranks, args.turns)
-    print_engines("recorded", recorded_ranks, args.ranks, args.turns)
-    print_emulated(args.ranks, args.turns)
+    for title, measure in WORLDS.items():
+        title = f"{title} ranks, GPT {SPEC.name}, {M} micro-batches, 1 step"
+        rows = engine_rows(measure, args.ranks, args.turns)
+        print_table(title, ("schedule", "ranks", *COMPARED), rows)
+    heads = ("schedule", "ranks", "simulated", "ours", "torch", "in flight, by rank")
+    title = "bare ranks, stages that sleep: F = I = W = 20 ms a rank"
+    print_table(title, heads, emulated_rows(args.ranks, args.turns))
     print_halves(args.turns)
     start_s = time.perf_counter()
-    simulate(interleaved(64, 512, 4))
-    print(
-        f"simulated 64 stages, 512 micro-batches: {format_seconds(time.perf_counter() - start_s)}"
-    )
-    print_bubbles(few)
+    simulate(ours.interleaved(64, 512, 4))
+    took_s = time.perf_counter() - start_s
+    print(f"simulated 64 stages, 512 micro-batches: {format_seconds(took_s)}\n")
+    heads = ("schedule", "formula", "simulated", "measured", "simulated step", "measured step")
+    print_table(f"bubbles: 4 ranks, {M} micro-batches, emulated stages", heads, bubble_rows(few))
     print_micro_batches(few)
 
 
