@@ -10,6 +10,7 @@ cycles        the shortest cycle of ranks that wait for each other
 call_names    what a collective is for, for the tracer that compares the ranks' calls
 chrome_trace  runs as traces for Perfetto, TensorBoard and Chrome
 units         bytes, seconds and rates in words
+html_page     one page that needs nothing else: its style, tables, and every text escaped
 files         write a file whole or not at all
 course_files  where the lessons lie, in a clone and where a wheel was installed
 errors        `CourseError`, `ShapeError`, `MeshError`

@@ -8,6 +8,7 @@ import re
 STRANGE = "\N{REPLACEMENT CHARACTER}"
 FORMULA = "=+-@\t\r"  # a spreadsheet computes what begins with one of these
 INNER_FORMULA = re.compile(r"(;\s*)(?=[=+\-@])")  # where `;` separates, a cell would begin here
+LONGEST = 2000  # characters of one field; a spreadsheet's cell takes 32,767
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -20,6 +21,11 @@ def printable(text: str) -> str:
     if letters.isprintable():
         return letters
     return "".join(c if c.isprintable() or c in "\n\t" else STRANGE for c in letters)
+
+
+def cut(text: str) -> str:
+    """Return the beginning of a text that is longer than a field may be."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} (cut)"
 
 
 def one_line(text: str) -> str:

@@ -70,6 +70,11 @@ def picture(fig: Figure, alt: str) -> tuple[dict[str, str], dict[str, Any]]:
     return data, {"image/png": {"alt": alt, "width": width}}
 
 
+def figure_html(fig: Figure, alt: str) -> str:
+    """Return a figure for a page of HTML, with the picture inside."""
+    return f"<figure>{picture(fig, alt)[0]['text/html']}</figure>"
+
+
 def css_width(fig: Figure) -> int:
     """Return the width of a figure on a page, in CSS pixels."""
     return round(fig.get_figwidth() * _CSS_PIXELS_PER_INCH)

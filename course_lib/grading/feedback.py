@@ -15,9 +15,9 @@ from pathlib import Path, PurePath
 from urllib.parse import quote
 
 from course_lib.core.files import write_result
+from course_lib.core.html_page import block, html_page, line, table
 from course_lib.grading.gradebook import EXERCISES, GRADEBOOK, number_text
 from course_lib.grading.graded import STATUSES, Graded
-from course_lib.grading.html_page import block, html_page, line, table
 from course_lib.notebooks.grading import Verdict
 
 FOLDER, OVERVIEW, SIMILARITY = "feedback", "index.html", "similarity.html"

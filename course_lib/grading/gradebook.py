@@ -19,13 +19,12 @@ from xml.etree import ElementTree
 
 from course_lib.core import CourseError
 from course_lib.core.files import check_result_path, write_result
-from course_lib.core.plain_text import csv_field, one_line, printable
+from course_lib.core.plain_text import cut, csv_field, one_line, printable
 from course_lib.grading.by_hand import read_by_hand
 from course_lib.grading.graded import Graded
 
 GRADEBOOK, EXERCISES, JUNIT = "gradebook.csv", "exercises.csv", "junit.xml"
 STATE, LOCK = ".graded.jsonl", ".lock"
-LONGEST = 2000  # characters of one field; a spreadsheet's cell takes 32,767
 
 
 class Gradebook:
@@ -159,11 +158,6 @@ def number_text(value: float) -> str:
     """Return points with at most six decimals, and none that say nothing: 2.5, 10."""
     whole, _, decimals = f"{value:.6f}".partition(".")
     return f"{whole}.{decimals}".rstrip("0").rstrip(".")
-
-
-def cut(text: str) -> str:
-    """Return the beginning of a text that is longer than a field may be."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} (cut)"
 
 
 def junit_text(rows: Iterable[Graded]) -> str:

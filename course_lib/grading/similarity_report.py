@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from course_lib.core.files import write_result
+from course_lib.core.html_page import block, html_page, line, table
 from course_lib.core.plain_text import printable
 from course_lib.grading.feedback import SIMILARITY
 from course_lib.grading.gradebook import csv_text
-from course_lib.grading.html_page import block, html_page, line, table
 from course_lib.grading.similarity import SimilarPair
 
 TABLE = "similarity.csv"

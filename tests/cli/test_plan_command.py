@@ -190,7 +190,7 @@ def test_html_writes_one_page_with_table_and_pictures(plan, tmp_path):
     assert page.count("<tr>") == 3
     assert page.count('src="data:image/png;base64,') == 4  # all bills, all plans, and two bills
     assert all('alt="' in image for image in page.split("<img")[1:])
-    assert "http" not in page  # self-contained
+    assert "://" not in page  # self-contained
     rows = [line for line in said.splitlines() if line[:1].isdecimal() and "GiB" in line]
     assert len(rows) == 2
     assert all(row.split("  ")[1].strip() in page for row in rows)

@@ -268,9 +268,9 @@ def test_the_page_holds_every_line_and_picture_and_needs_nothing_else(tmp_path):
     for alt in DRAWN:
         assert f'alt="{html.escape(alt)}"' in page
     for result in RESULTS.judged():
-        assert all(f"<td>{html.escape(cell)}</td>" in page for cell in cells_of(result))
-    assert set(re.findall(r'src="([^,]*),', page)) == {"data:image/png;base64"}
-    assert "http" not in page
+        assert all(f">{html.escape(cell)}</t" in page for cell in cells_of(result))
+    assert set(re.findall(r'<img [^>]*src="([^,]*),', page)) == {"data:image/png;base64"}
+    assert "://" not in page
 
 
 def test_results_survive_a_file(tmp_path):

@@ -1,7 +1,7 @@
 """One self-contained HTML page: no scripts, nothing from elsewhere, every text escaped.
 
 The policy in its head lets a browser apply this one style and load nothing, so that even a text
-that was left unescaped by mistake could run and fetch nothing.
+that was left unescaped by mistake could run and fetch nothing. Pictures stand in the page itself.
 """
 
 import base64
@@ -9,8 +9,7 @@ import hashlib
 import html
 from collections.abc import Iterable, Sequence
 
-from course_lib.core.plain_text import one_line, printable
-from course_lib.grading.gradebook import cut
+from course_lib.core.plain_text import cut, one_line, printable
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --quiet: #59636e; --page: #ffffff;
@@ -53,12 +52,17 @@ pre { font: 13px/1.5 ui-monospace, monospace; margin: 0; padding: .6rem 0; overf
 pre span, pre mark { display: block; padding: 0 .7rem; border-left: 4px solid transparent;
   color: inherit; min-height: 1.5em; }
 pre mark { background: var(--same); border-left-color: var(--open); }
+figure { margin: 1.5rem 0; overflow-x: auto; }
+figure img { background: #ffffff; }
 @media (max-width: 40rem) { .sides { grid-template-columns: 1fr; } }
 @media print { body { max-width: none; padding: 0; } .box { break-inside: avoid; } }
 """
 NUMBER = ' class="number"'
 HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-POLICY = f"default-src 'none'; style-src 'sha256-{HASH}'; base-uri 'none'; form-action 'none'"
+POLICY = (
+    f"default-src 'none'; style-src 'sha256-{HASH}'; img-src data:; base-uri 'none'; "
+    "form-action 'none'"
+)
 
 
 def html_page(title: str, body: Iterable[str], *, wide: bool = False) -> str:
