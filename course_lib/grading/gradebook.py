@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 
 from course_lib.core import CourseError
 from course_lib.core.files import check_result_path, write_result
-from course_lib.core.plain_text import cut, csv_field, one_line, printable
+from course_lib.core.plain_text import csv_field, cut, one_line, printable
 from course_lib.grading.by_hand import read_by_hand
 from course_lib.grading.graded import Graded
 

@@ -47,7 +47,9 @@ def _body(
     named = {f"plan {number}": step for number, step in enumerate(best, 1)}
     times = f"{format_seconds(first.step_s)} to {format_seconds(best[-1].step_s)}"
     yield "<h2>Where the time goes</h2>"
-    yield figure_html(*bills(named, f"Steps of the best plans take {times}: what they lose differs"))
+    yield figure_html(
+        *bills(named, f"Steps of the best plans take {times}: what they lose differs")
+    )
     yield "<h2>Time against memory</h2>"
     yield figure_html(*time_against_memory(found, {"plan 1": first}))
     for number in sorted({*range(1, min(DRAWN, len(best)) + 1), explained} - {0}):

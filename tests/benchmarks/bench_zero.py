@@ -112,7 +112,9 @@ def main() -> None:
         print("DeepSpeed is not installed and left out: pip install deepspeed")
     for p in args.ranks:
         found = rows(p, *on_bare_ranks(turns, p, args.turns))
-        print_table(f"{p} bare ranks, GPT {GPT_10M.name}", ("", "step", "ratio", "holds", "formula"), found)
+        print_table(
+            f"{p} bare ranks, GPT {GPT_10M.name}", ("", "step", "ratio", "holds", "formula"), found
+        )
 
 
 if __name__ == "__main__":

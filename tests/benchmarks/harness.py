@@ -68,9 +68,7 @@ def timed(call: Callable[[], Any], num_calls: int = 1) -> tuple[float, float]:
     return slowest((time.perf_counter() - start_s) / num_calls), cpu_s / num_calls
 
 
-def take_turns(
-    calls: Mapping[str, Callable[[], Any]], num_turns: int, num_calls: int = 1
-) -> Times:
+def take_turns(calls: Mapping[str, Callable[[], Any]], num_turns: int, num_calls: int = 1) -> Times:
     """Time every contestant in every turn, after some turns to warm up."""
     times: Times = {name: [] for name in calls}
     for turn in range(WARM_UP + num_turns):
