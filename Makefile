@@ -10,6 +10,7 @@ LESSON ?= notebooks/00_ranks.ipynb
 WORKERS ?= $(shell "$(BIN)/python" -c "import os; print(min(12, len(os.sched_getaffinity(0)) * 2))" \
 	2>/dev/null || echo 4)
 PYTEST = "$(BIN)/python" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SCHEMA = "$(BIN)/check-jsonschema" --default-filetype yaml --builtin-schema vendor.
 FAULTS ?= $(wildcard tests/cluster/faults_*.py)
 BENCHMARKS ?= $(wildcard tests/benchmarks/bench_*.py)
 
@@ -56,12 +57,15 @@ gpu: environment ## try every path that computes on a GPU, and record it (GPU_AR
 cluster: environment ## keep a Slurm of two nodes on this machine until Ctrl-C (CLUSTER_ARGS="--nodes 4")
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m tools.cluster $(CLUSTER_ARGS)
 
-check: environment ## lint, types, spelling, links, file sizes
+check: environment ## lint, types, spelling, links, file sizes, workflows
 	@"$(BIN)/ruff" check .
 	@"$(BIN)/ruff" format --check .
 	@"$(BIN)/mypy"
 	@"$(BIN)/codespell"
 	@"$(BIN)/python" tools/check_files.py
+	@$(SCHEMA)github-workflows .github/workflows/*.yml
+	@$(SCHEMA)github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	@$(SCHEMA)citation-file-format CITATION.cff
 
 format: environment ## put all code in the one layout
 	@"$(BIN)/ruff" format .

@@ -1,9 +1,5 @@
-"""The files around the course are valid, and name only what is there.
+"""The files around the course name only what is there; `make check` holds them to their schemas."""
 
-Workflows and CITATION.cff are held against their published schemas (tests/data/schemas).
-"""
-
-import json
 import os
 import re
 import subprocess
@@ -12,13 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from jsonschema import Draft7Validator, ValidationError
 
 from tests.terminal import ROOT, commands
 
-SCHEMAS = ROOT / "tests" / "data" / "schemas"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-ISSUES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -39,11 +32,6 @@ def make_targets(command: str) -> list[str]:
     return found
 
 
-def demand(name: str, value: object) -> None:
-    schema = json.loads((SCHEMAS / name).read_text())
-    Draft7Validator(schema).validate(value)
-
-
 def workflow(text: str) -> dict:
     """A workflow; YAML reads its key `on` as true."""
     read = yaml.safe_load(text)
@@ -55,27 +43,6 @@ def steps_of(path: Path) -> list[dict]:
 
 
 # ---- workflows -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_is_one_for_github(path):
-    demand("github-workflow.json", workflow(path.read_text()))
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("runs-on: ubuntu-latest", "run-on: ubuntu-latest"),
-        ("timeout-minutes: 120", "timeout-minutes: long"),
-        ("  contents: read", "  contents: reads"),
-        ("      - uses: actions/checkout@v4", "      - use: actions/checkout@v4"),
-    ],
-)
-def test_a_mistake_in_a_workflow_is_seen(right, wrong):
-    text = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
-    assert right in text
-    with pytest.raises(ValidationError):
-        demand("github-workflow.json", workflow(text.replace(right, wrong)))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -125,26 +92,6 @@ def test_macos_hands_the_list_to_pytest(tmp_path):
 # ---- templates -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ISSUES, ids=lambda path: path.stem)
-def test_an_issue_form_has_what_github_asks_for(path):
-    form = yaml.safe_load(path.read_text())
-    if path.stem == "config":
-        assert set(form) <= {"blank_issues_enabled", "contact_links"}
-        return
-    assert set(form) <= {"name", "description", "title", "labels", "assignees", "body"}
-    assert form["name"]
-    assert form["description"]
-    ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
-    assert len(set(ids)) == len(ids) > 0
-    for field in form["body"]:
-        assert field["type"] in {"markdown", "input", "textarea", "dropdown", "checkboxes"}
-        assert set(field) <= {"type", "id", "attributes", "validations"}
-        needed = "value" if field["type"] == "markdown" else "label"
-        assert field["attributes"][needed]
-        if field["type"] == "dropdown":
-            assert len(set(field["attributes"]["options"])) > 1
-
-
 def test_the_pull_request_template_names_targets_that_are_there():
     text = (ROOT / ".github" / "pull_request_template.md").read_text()
     named = re.findall(r"`make ([a-z-]+)`", text)
@@ -156,25 +103,9 @@ def test_the_pull_request_template_names_targets_that_are_there():
 # ---- how to cite it, what changed ------------------------------------------------------------
 
 
-def citation(text: str) -> dict:
-    """CITATION.cff, with dates as texts."""
-    return yaml.load(text, Loader=yaml.BaseLoader)
-
-
-def test_the_citation_is_valid_and_says_the_version_of_pyproject():
-    read = citation((ROOT / "CITATION.cff").read_text())
-    demand("citation-1.2.0.json", read)
+def test_the_citation_says_the_version_of_pyproject():
+    read = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (read["version"], read["license"]) == (PROJECT["version"], PROJECT["license"])
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"), [("authors:", "author:"), ("MIT", "MITT"), ("software", "course")]
-)
-def test_a_mistake_in_the_citation_is_seen(right, wrong):
-    text = (ROOT / "CITATION.cff").read_text()
-    assert right in text
-    with pytest.raises(ValidationError):
-        demand("citation-1.2.0.json", citation(text.replace(right, wrong, 1)))
 
 
 def test_the_changelog_has_its_form_and_begins_with_what_is_not_released():
