@@ -6,7 +6,7 @@ Every peak is dense. Data sheets of GPUs that support structured sparsity print 
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from course_lib.core.errors import CourseError
 from course_lib.core.units import GIB
@@ -86,47 +86,42 @@ V100 = Device(
     source="NVIDIA V100 data sheet, SXM2: 32 GB, 900 GB/s, 15.7 TFLOPS fp32, 125 TFLOPS tensor, "
     "NVLink 300 GB/s",
 )
-_A100_PEAKS = {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12}
 _A100_SHEET = "NVIDIA A100 data sheet: 312 TFLOPS bf16, 624 with sparsity, NVLink 600 GB/s"
 A100_40 = Device(
     name="a100-40",
     memory_bytes=40 * GIB,
     bytes_per_s=1555e9,
-    peak_flop_per_s=_A100_PEAKS,
+    peak_flop_per_s={"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
     skips_zeros=True,
     links={"NVLink": 300e9, "PCIe 4": 32e9, "InfiniBand HDR": 25e9},
     source=f"{_A100_SHEET}; SXM, 40 GB, 1555 GB/s",
 )
-A100_80 = Device(
+A100_80 = replace(
+    A100_40,
     name="a100-80",
     memory_bytes=80 * GIB,
     bytes_per_s=2039e9,
-    peak_flop_per_s=_A100_PEAKS,
-    skips_zeros=True,
-    links={"NVLink": 300e9, "PCIe 4": 32e9, "InfiniBand HDR": 25e9},
     source=f"{_A100_SHEET}; SXM, 80 GB, 2039 GB/s; DGX A100: one 200 Gb/s adapter per GPU",
 )
-_H100_PEAKS = {"fp32": 67e12, "tf32": 494.5e12, "fp16": 989.5e12, "bf16": 989.5e12}
-_H100_SHEET = "1,979 TFLOPS bf16 and 989 tf32 with sparsity, NVLink 900 GB/s"
+_H100_SHEET = (
+    "1,979 TFLOPS bf16 and 989 tf32 with sparsity, NVLink 900 GB/s; DGX: one 400 Gb/s adapter per "
+    "GPU"
+)
 H100 = Device(
     name="h100",
     memory_bytes=80 * GIB,
     bytes_per_s=3.35e12,
-    peak_flop_per_s=_H100_PEAKS,
+    peak_flop_per_s={"fp32": 67e12, "tf32": 494.5e12, "fp16": 989.5e12, "bf16": 989.5e12},
     skips_zeros=True,
     links={"NVLink": 450e9, "PCIe 5": 64e9, "InfiniBand NDR": 50e9},
-    source=f"NVIDIA H100 data sheet, SXM: 80 GB, 3.35 TB/s, {_H100_SHEET}; DGX H100: one 400 Gb/s "
-    "adapter per GPU",
+    source=f"NVIDIA H100 data sheet, SXM: 80 GB, 3.35 TB/s, {_H100_SHEET}",
 )
-H200 = Device(
+H200 = replace(
+    H100,
     name="h200",
     memory_bytes=141 * GIB,
     bytes_per_s=4.8e12,
-    peak_flop_per_s=_H100_PEAKS,
-    skips_zeros=True,
-    links={"NVLink": 450e9, "PCIe 5": 64e9, "InfiniBand NDR": 50e9},
-    source=f"NVIDIA H200 data sheet, SXM: 141 GB, 4.8 TB/s, {_H100_SHEET}; DGX H200: one 400 Gb/s "
-    "adapter per GPU",
+    source=f"NVIDIA H200 data sheet, SXM: 141 GB, 4.8 TB/s, {_H100_SHEET}",
 )
 B200 = Device(
     name="b200",
