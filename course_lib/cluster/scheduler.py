@@ -7,16 +7,14 @@ Slurm's own names, which is what `squeue` shows.
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from course_lib.cluster.job import Job
 from course_lib.core.errors import CourseError
-from course_lib.core.plain_values import build
 
-OLD_NAMES = {"element": "array_task"}  # of fields, in submissions of earlier versions
 DONE = "COMPLETED"
 GONE = "GONE"  # the scheduler does not remember it any more
 FINAL = (
@@ -62,12 +60,6 @@ class JobState:
     def is_final(self) -> bool:
         """Whether the job has ended for good."""
         return self.state in FINAL
-
-
-def read_state(words: Mapping[str, Any]) -> JobState:
-    """Rebuild a state from its fields, also as older versions of the course wrote them."""
-    plain = {OLD_NAMES.get(name, name): value for name, value in words.items()}
-    return build(JobState, plain, "state")
 
 
 class Scheduler(Protocol):

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from course_lib.cluster.job import Job
 from course_lib.cluster.local.job import locked, write_json
 from course_lib.cluster.local.scheduler import LocalRunner
 from course_lib.cluster.profile import find_cluster_folder
-from course_lib.cluster.scheduler import GONE, JobState, Scheduler, read_state
+from course_lib.cluster.scheduler import GONE, JobState, Scheduler
 from course_lib.cluster.slurm import Slurm
 from course_lib.cluster.slurm_time import read_time_s
 from course_lib.core.errors import CourseError
@@ -113,9 +112,7 @@ def read_submission(folder: Path) -> Submission:
     if not isinstance(words, dict):
         raise not_one(path, ASKED, "there are no names with values", hint)
     try:
-        seen = build(list[dict[str, Any]], words.get("seen"), "seen")
-        states = tuple(read_state(one) for one in seen)
-        return build(Submission, {**words, "folder": folder.resolve(), "seen": states}, "words")
+        return build(Submission, {**words, "folder": folder.resolve()}, "words")
     except CourseError as problem:
         raise not_one(path, ASKED, str(problem), hint) from problem
 

@@ -33,6 +33,7 @@ from course_lib.train.launcher import (
     work,
     world_size_from_torchrun,
 )
+from course_lib.train.run_folder import check_files
 from course_lib.train.strategies import STRATEGIES
 
 COMMAND = "python -m course_lib.train"
@@ -171,7 +172,7 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     config.check_ranks(num_ranks)
     config.check_memory(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     if not started:  # the ranks of torchrun first agree on whether they were restarted
-        config.check_files(was_restarted())
+        check_files(config, was_restarted())
     return config, num_ranks
 
 

@@ -6,7 +6,7 @@ Every mistake that can be found before a run starts is reported here, in one sen
 import difflib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ SHARE_ALL = {"zero3", "fsdp", "torch-fsdp", "deepspeed-3", "accelerate-fsdp"}
 SHARE_ALL |= {"lightning-fsdp", "accelerate-deepspeed", "zero3-offload", "deepspeed-3-offload"}
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2}
 SOURCES = ("synthetic", "shakespeare", "dialogues")
-CHECKPOINTS, OLD_CHECKPOINT = "checkpoints", "checkpoint.pt"
+CHECKPOINTS = "checkpoints"  # the folder in `out`
 CHECKPOINT_FORMATS = ("course", "dcp")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -197,53 +197,6 @@ class TrainConfig:
                 f"model {self.model.name}: need {format_bytes(need)} for parameters, gradients and "
                 f"optimizer of {num_ranks} rank{'s' * (num_ranks > 1)}; this machine has "
                 f"{format_bytes(there)}. Try --model tiny."
-            )
-
-    def check_files(self, restarted: bool) -> None:
-        """Check the text file, the output folder, and the checkpoint to resume from.
-
-        restarted   torchrun or Slurm has started the run again, so it resumes if it can
-
-        Raises: CourseError for one that is missing, or in the way
-        """
-        if self.data not in SOURCES and not Path(self.data).is_file():
-            raise CourseError(
-                f"--data: need {', '.join(SOURCES)} or the path of a text file; got {self.data!r}."
-            )
-        if self.checkpoints is None:
-            return
-        self._check_checkpoints(self.checkpoints, restarted)
-        try:
-            self.checkpoints.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise CourseError(
-                f"--out: need a folder that can be made ({problem.strerror}); got {self.out}. "
-                "Try --out runs/NAME."
-            ) from problem
-
-    def _check_checkpoints(self, folder: Path, restarted: bool) -> None:
-        if (old := folder.with_name(OLD_CHECKPOINT)).exists():
-            raise CourseError(
-                f"--out: need a folder of this version of the course; {old} is of an earlier one, "
-                "which this one cannot read. Try another --out."
-            )
-        found = there = None
-        if folder.is_dir():
-            from course_lib.train.checkpoint import latest_of
-
-            other = "dcp" if self.checkpoint_format == "course" else "course"
-            found = latest_of(self)
-            there = latest_of(replace(self, checkpoint_format=other, async_save=False))
-        if found and not (self.resume or restarted):
-            raise CourseError(
-                f"--out: need a folder without a checkpoint; there is {found.path}. "
-                "Try --resume to continue from it, or another --out."
-            )
-        if self.resume and not found:
-            hint = "it without --resume, with --save-every 50"
-            hint = f"--checkpoint-format {other}: there is one" if there else hint
-            raise CourseError(
-                f"--resume: need a whole checkpoint; there is none in {folder}. Try {hint}."
             )
 
     def identity(self, model: ModelSpec, data: str) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from course_lib.train.preemption import Preemption
 from course_lib.train.profiler import StepProfiler
 from course_lib.train.progress import Progress, ProgressBar
 from course_lib.train.rules import check_profiled_steps, profiled_steps
+from course_lib.train.run_folder import check_files
 from course_lib.train.strategies import STRATEGIES
 
 
@@ -182,7 +183,7 @@ class Trainer:
         self._preemption = Preemption(bool(config.save_every))
         self.checkpoints = RunCheckpoints(config, config.identity(self.spec, self.data.identity))
         restarted = any(from_all(was_restarted, None))  # ranks that join others may be new
-        from_first(lambda: config.check_files(restarted), None)
+        from_first(lambda: check_files(config, restarted), None)
         folder, has_folder = Path(config.out or ""), config.out is not None
         if has_folder:
             from_first(lambda: self._hold(lock_folder(folder, LOCK_S * restarted)), None)

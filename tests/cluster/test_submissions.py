@@ -270,10 +270,3 @@ def test_in_a_folder_of_the_course_submissions_are_the_courses(tmp_path, monkeyp
     for folder, there in ((tmp_path / "course", True), (notebooks, True), (elsewhere, False)):
         monkeypatch.chdir(folder)
         assert ("said-1" in course("status")) == there
-
-
-def test_a_submission_of_an_earlier_version_is_read(submission):
-    one = submission("COMPLETED", "RUNNING", array="0-1")
-    path = one.folder / "submission.json"
-    path.write_text(path.read_text().replace('"array_task"', '"element"'))
-    assert read_submissions() == [one]

@@ -239,13 +239,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(say, arguments, says):
     assert len(err.splitlines()) == 1
 
 
-def test_the_folder_of_an_earlier_version_is_one_sentence(say, tmp_path):
-    (tmp_path / "checkpoint.pt").write_bytes(b"a pickle")
-    code, _, err = say("--out", str(tmp_path), "--resume")
-    assert (code, len(err.splitlines())) == (2, 1)
-    assert "checkpoint.pt is of an earlier one, which this one cannot read. Try another --o" in err
-
-
 def test_a_bert_has_sequences_that_it_can_read(say, monkeypatch):
     runs: list[TrainConfig] = []
     monkeypatch.setattr(command_line, "work", lambda config: runs.append(config) or 0)

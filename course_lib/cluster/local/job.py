@@ -55,10 +55,7 @@ class LocalJob:
     def read(cls, folder: Path) -> "LocalJob":
         """Read the job of this folder. Raises: CourseError where its file cannot be read"""
         path = folder / "job.json"
-        words = build(dict[str, Any], read_json(path, "a job"), str(path))
-        if "elements" in words:  # in old files
-            words["array_tasks"] = words.pop("elements")
-        return build(cls, words, str(path))
+        return build(cls, read_json(path, "a job"), str(path))
 
     def log_of(self, array_task: int) -> Path:
         """Return the path of an array task's log: the directive with Slurm's % fields filled in."""
