@@ -5,8 +5,7 @@ ours, which is our bandwidth by gloo's. On recorded ranks a ring has more messag
 call. Medians of a busy machine say little: the last column is the ratio of minima.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from course_lib.collectives import ring_all_reduce
-from course_lib.collectives.group import exchange, member_of
-from course_lib.core import Link
 from course_lib.core.units import format_bytes, format_seconds
-from course_lib.cost.bandwidth import bus_bandwidth, fit_link
+from course_lib.cost.bandwidth import bus_bandwidth
 from tests.benchmarks.harness import (
     WORLDS,
     Times,
@@ -43,29 +40,6 @@ def _turns_of_size(num_bytes: int, num_turns: int) -> Times:
     return take_turns(calls, num_turns, num_calls=max(1, 16 * MIB // num_bytes))
 
 
-def swaps(rank: int, sizes: Sequence[int], num_turns: int) -> list[tuple[int, float]]:
-    """Time exchanges between ranks 0 and 1, both ways at once as on a ring: (bytes, seconds)."""
-    samples = []
-    member = member_of(None, "swaps")
-    for size in sizes:
-        mine, theirs = torch.zeros(2, size, dtype=torch.uint8)
-        for turn in range(num_turns + 4):
-            start_s = time.perf_counter()
-            exchange(member, mine, 1 - rank, theirs, 1 - rank)
-            if turn >= 4:
-                samples.append((size, time.perf_counter() - start_s))
-    return samples
-
-
-def fit_of_this_machine(num_turns: int) -> Link:
-    """Fit latency and bandwidth of an exchange between two ranks of a notebook."""
-    from course_lib.ranks import Ranks
-
-    with Ranks(2) as ranks:
-        samples = ranks.run(swaps, [2**k for k in range(10, 25, 2)], num_turns)[0]
-    return fit_link(*zip(*samples, strict=True), name="latency, bandwidth")
-
-
 def rows(world_size: int, found: list[Times]) -> Iterator[list[Any]]:
     """Yield a row for each size."""
     for size, times in zip(SIZES, found, strict=True):
@@ -77,13 +51,12 @@ def rows(world_size: int, found: list[Times]) -> Iterator[list[Any]]:
 
 
 def main() -> None:
-    """Print both tables, and this machine's latency and bandwidth."""
+    """Print both tables."""
     args = options(__doc__, turns=11)
     heads = ("", "size", "ours", "gloo", "ratio", "bus GB/s", "minima")
     for title, measure in WORLDS.items():
         found = (row for p in args.ranks for row in rows(p, measure(turns, p, args.turns)))
         print_table(f"{title} ranks, 1 call", heads, found)
-    print("one exchange between 2 ranks:", fit_of_this_machine(args.turns))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ First our engine against torch.distributed.pipelining, in turns: forwards and ba
 stages by the same schedules. Once more with stages that only take their time, beside the simulator
 and the most micro-batches in flight.
 
-Then what the two halves of backward cost against the whole one, how long the simulator takes, and
-the bubble by formula, by simulation and as measured with stages that only take their time. Last,
-few and many micro-batches on a slow wire.
+Then what the two halves of backward cost against the whole one.
 """
 
 import time
@@ -22,10 +20,10 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torchs
 
 from course_lib import pipeline as ours
-from course_lib.core import Link, ModelSpec
+from course_lib.core import ModelSpec
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.pipeline import Pipeline, PipelineTimes, cost, simulate, split_model
+from course_lib.pipeline import Pipeline, PipelineTimes, simulate, split_model
 from course_lib.pipeline.actions import num_model_chunks_of, placement_of
 from tests.benchmarks.harness import (
     COMPARED,
@@ -202,52 +200,9 @@ def print_halves(num_turns: int) -> None:
     )
 
 
-def bubble_rows(num_turns: int) -> Iterator[list[Any]]:
-    """Yield the bubble as a part of the step: formula, simulation, real ranks."""
-    from course_lib.pipeline.lab import emulated, measure
-    from course_lib.ranks import Ranks
-
-    p, busy_s = 4, M * 0.06
-    zb_s = cost.zero_bubble_h1_bubble_s(p, M, 0.02, 0.02, 0.02)
-    formulas = {
-        **dict.fromkeys(("gpipe", "1f1b"), cost.bubble_fraction(p, M)),
-        "interleaved": cost.bubble_fraction(p, M, 2),
-        "zb-h1": zb_s / (busy_s + zb_s),
-        **dict.fromkeys(("zb-v", "dualpipe-v"), zb_s / (2 * busy_s + zb_s)),
-        "naive": (p - 1) / p,
-    }
-    schedules = {name: one for name, (one, _) in pairs(p).items()} | {"naive": ours.naive(p, M)}
-    with Ranks(p) as ranks:
-        runs = {name: emulated(schedule, TIMES) for name, schedule in schedules.items()}
-        measured = measure(ranks, runs, num_turns)
-    for name, schedule in schedules.items():
-        played, step = simulate(schedule, TIMES), measured[name]
-        yield [name, formulas[name], played.bubble_fraction, step.bubble_fraction,
-               format_seconds(played.step_s), format_seconds(step.step_s)]  # fmt: skip
-
-
-def print_micro_batches(num_turns: int) -> None:
-    """Print a slow wire's steps: m = p against m = 4p."""
-    from course_lib.pipeline.lab import emulated, measure
-    from course_lib.ranks import Ranks
-
-    p, link = 4, Link(name="slow", latency_s=0.01, bytes_per_s=1e9)
-    each = cost.BatchCost(forward_s=0.04, backward_s=0.08)
-    with Ranks(p, link=link) as ranks:
-        runs = {m: emulated(ours.one_f_one_b(p, m), each.times(m, link)) for m in (4, 8, 16)}
-        measured = measure(ranks, runs, num_turns)
-    rows = (
-        [m, format_seconds(cost.step_parts(p, m, each, link).step_s), format_seconds(step.step_s)]
-        for m, step in measured.items()
-    )
-    title = f"{p} ranks, 1F1B, 120 ms of compute a rank, emulated {link}"
-    print_table(title, ("micro-batches", "simulated", "measured"), rows)
-
-
 def main() -> None:
     """Print all tables."""
     args = options(__doc__)
-    few = max(1, args.turns // 3)
     for title, measure in WORLDS.items():
         title = f"{title} ranks, GPT {SPEC.name}, {M} micro-batches, 1 step"
         rows = engine_rows(measure, args.ranks, args.turns)
@@ -256,13 +211,6 @@ def main() -> None:
     title = "bare ranks, stages that sleep: F = I = W = 20 ms a rank"
     print_table(title, heads, emulated_rows(args.ranks, args.turns))
     print_halves(args.turns)
-    start_s = time.perf_counter()
-    simulate(ours.interleaved(64, 512, 4))
-    took_s = time.perf_counter() - start_s
-    print(f"simulated 64 stages, 512 micro-batches: {format_seconds(took_s)}\n")
-    heads = ("schedule", "formula", "simulated", "measured", "simulated step", "measured step")
-    print_table(f"bubbles: 4 ranks, {M} micro-batches, emulated stages", heads, bubble_rows(few))
-    print_micro_batches(few)
 
 
 if __name__ == "__main__":

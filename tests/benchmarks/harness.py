@@ -9,6 +9,7 @@ of a notebook, every call is announced and recorded.
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -117,6 +118,9 @@ WORLDS = {"bare": on_bare_ranks, "recorded": on_recorded_ranks}
 
 def _bare(rank: int, turns: Turns, world_size: int, folder: str, num_turns: int) -> None:
     torch.set_num_threads(1)
+    places = {"RANK": rank, "LOCAL_RANK": rank}
+    places |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(place) for name, place in places.items()}  # as torchrun does
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     found = turns(rank, num_turns)
