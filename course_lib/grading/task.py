@@ -1,6 +1,7 @@
 """The task of a submission, an assignment or a whole lesson, and the files that grading it runs."""
 
 import ast
+import copy
 import hashlib
 import re
 import tempfile
@@ -25,13 +26,14 @@ from course_lib.grading.assignment import (
     write_assignment,
 )
 from course_lib.grading.bare_course import library_text
-from course_lib.grading.matching import with_marks
 from course_lib.notebooks.learner_work import built_from
-from course_lib.notebooks.lessons import Lesson, exercise_cells, short_hash
+from course_lib.notebooks.lessons import Lesson, exercise_cells, key_of, short_hash
 
 GIVEN = "given"
 OBSERVING = "from course_lib.grading.observing import check\n"
 WAITING = "from course_lib.grading.observing import wait_for_ranks\nwait_for_ranks()"
+DEFINED = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
+FOUND = "Its cell had lost its mark, and was found by what it defines."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +144,7 @@ class GradingTask:
 
     def with_marks(self, notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str]]:
         """Return a notebook in which lost marks are back, and by key a note on each exercise."""
-        return with_marks(notebook, {key: self.stubs[key] for key in self.checks}, self.checks)
+        return _with_marks(notebook, {key: self.stubs[key] for key in self.checks}, self.checks)
 
     def demand_own(self, notebook: NotebookNode, path: Path) -> None:
         """Check that a notebook is one of this task. Raises: CourseError for another one's"""
@@ -210,3 +212,27 @@ def _task(lesson: Lesson, assignment: Assignment) -> GradingTask:
         checks={key: checks[key] for key in assignment.keys},
         stubs={cell.exercise: stub(cell) for cell in cells if cell.is_exercise},
     )
+
+
+def _with_marks(
+    notebook: NotebookNode, stubs: Mapping[str, str], checks: Mapping[str, str]
+) -> tuple[NotebookNode, dict[str, str]]:
+    """Return a notebook in which lost marks are back, and by key a note on each such exercise.
+
+    A cell without a mark is an exercise's if it is the only one that defines all that the stub
+    does, and no cell has the mark of that exercise. A check is found by its text.
+    """
+    notebook, notes = copy.deepcopy(notebook), dict[str, str]()
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and not key_of(cell)]
+    has_mark, has_check = exercise_cells(notebook), exercise_cells(notebook, "check")
+    for key, text in stubs.items():
+        names = set(DEFINED.findall(text))
+        cells = [cell for cell in code if names and names <= set(DEFINED.findall(cell.source))]
+        if key not in has_mark and len(cells) == 1:
+            cells[0].metadata = NotebookNode(tags=["exercise"], exercise=key)
+            notes[key] = FOUND
+    for key, text in checks.items():
+        cells = [cell for cell in code if cell.source.strip() == text.strip()]
+        if key not in has_check and len(cells) == 1:
+            cells[0].metadata = NotebookNode(tags=["check"], exercise=key)
+    return notebook, notes

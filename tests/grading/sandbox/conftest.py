@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.grading.plan import may_use_uids
+from course_lib.grading.bubblewrap import may_use_uids
 from course_lib.grading.sandbox import RunLimits
 from tests.grading.sandbox.guests import AS_NOBODY, NOBODY, Guest, leftovers
 
