@@ -70,7 +70,11 @@ def behind_ddp(rank: int, sharded: bool) -> Step:
 def by_deepspeed(rank: int, stage: int) -> Step:
     """Return a step of DeepSpeed."""
     engine = deepspeed_engine(GPT(GPT_10M), ADAMW, stage=stage)
-    return lambda: engine.step(gpt_loss(engine.model, rank)) and None
+
+    def step() -> None:
+        engine.step(gpt_loss(engine.model, rank))
+
+    return step
 
 
 CONTESTANTS: dict[str, tuple[int, Callable[[int], Step]]] = {
