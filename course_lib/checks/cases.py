@@ -31,6 +31,7 @@ from course_lib.checks.exercise import (
     own_line,
 )
 from course_lib.checks.limits import little_memory
+from course_lib.checks.on_ranks import Run
 from course_lib.core import CourseError
 
 MOST_LINES = 1_000_000
@@ -237,6 +238,8 @@ def to_json(value: Any) -> Any:
         return {"raised": [value.name, value.text, ""]}  # a line would show the answer's own
     if isinstance(value, CheckFailed):
         return {"failed": [str(value), value.cause and str(value.cause)]}
+    if isinstance(value, Run):
+        return {"run": [value.world_size, to_json(list(value.by_rank))]}
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": [dtype, list(value.shape), value.detach().flatten().tolist()]}
@@ -256,6 +259,8 @@ def from_json(data: Any) -> Any:
         return Raised(*content)
     if kind == "failed":
         return CheckFailed(content[0], content[1] and Cause(content[1]))
+    if kind == "run":
+        return Run(content[0], {}, from_json(content[1]))
     dtype, shape, numbers = content
     return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
 

@@ -134,7 +134,7 @@ class Exercise:
     wrong: tuple[Wrong, ...] = ()
     library: tuple[str, ...] = ()
     reference: Any = None
-    seen: dict[int, list[Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    seen: dict[Any, list[Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def right(self) -> Any:
@@ -156,13 +156,18 @@ class Exercise:
         return self._read(frozen["right"]) if frozen else self._observed()
 
     def wrong_values(self) -> Iterator[tuple[Cause, list[Any]]]:
-        """Yield the cause of each planted mistake, and what the check observes of the mistake."""
+        """Yield the cause of each planted mistake, and what the check observes of the mistake.
+
+        On ranks, that is its first difference from the right answer (course_lib.checks.judge).
+        """
         if frozen := frozen_values(self.key):
             for sentence, values in frozen["wrong"]:
                 yield Cause(sentence), self._read(values)
             return
+        first_difference = getattr(self.check, "first_difference", None)
         for wrong in self.wrong:
-            yield wrong.cause, self._observed(wrong)
+            shows = first_difference(self, wrong) if first_difference else self._observed(wrong)
+            yield wrong.cause, shows
 
     def _observed(self, wrong: Wrong | None = None) -> list[Any]:
         """Return what the check observes of a planted mistake, or of the right answer; once."""

@@ -27,6 +27,7 @@ TWO_DTYPES = Cause(
     "empty_like or new_empty."
 )
 OF_DTYPES = "dtype|TensorOptions|output type"  # what PyTorch and gloo say of two dtypes
+IN_STEP = "in the watched step: "  # begins the note of an error
 WORLDS = (3, 2, 4, 1)  # three ranks first: on two, wrong answers look alike
 
 
@@ -37,7 +38,8 @@ WORLDS = (3, 2, 4, 1)  # three ranks first: on two, wrong answers look alike
 class Trouble:
     """Failure of a run on the ranks, as plain data: see RankError.
 
-    `returned` are the ranks that had returned, `mismatched` the kinds of the calls that disagree.
+    `returned` are the ranks that had returned, `mismatched` the kinds of the calls that disagree;
+    `step` is the watched step in which a rank raised, if there was one.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class Trouble:
     text: str
     returned: Sequence[int] = ()
     mismatched: Sequence[str] = ()
+    step: str = ""
 
     def says(self, pattern: str) -> bool:
         """Return whether the pattern is found in what the ranks raised; an empty one always is."""
@@ -162,9 +165,10 @@ class OnRanks:
         for world_size in self.worlds:
             with Ranks(world_size) as ranks:
                 for options in self.runs(world_size):
-                    yield self._run(ranks, answer, options)
+                    yield self.run_on(ranks, answer, options)
 
-    def _run(self, ranks: Ranks, answer: Any, options: Mapping[str, Any]) -> Run:
+    def run_on(self, ranks: Ranks, answer: Any, options: Mapping[str, Any]) -> Run:
+        """Run the answer once on these ranks; return what they observed, or their trouble."""
         try:
             by_rank = ranks.run(_limited, COMPUTING_S, self.observe_on_rank, answer, options)
         except RankError as error:
@@ -179,6 +183,7 @@ class OnRanks:
                 str(error),
                 error.report.returned,
                 [post.kind for _, post in error.report.mismatch],
+                next(filter(None, map(_step_of, error.tracebacks.values())), ""),
             )
             return Run(ranks.world_size, options, trouble=trouble)
         return Run(ranks.world_size, options, by_rank)
@@ -200,17 +205,28 @@ class OnRanks:
         for name, text in trouble.failures.values():
             if name == "NotImplementedError":
                 return NotDone(text)
-        known = ("raised", OF_DTYPES, TWO_DTYPES), ("raised", "^MemoryError", ENDLESS)
-        causes = [*self.trouble, *known]
+        causes = [*self.trouble, ("raised", OF_DTYPES, TWO_DTYPES)]
         if trouble.kind == "raised" and trouble.says(OF_DTYPES):
             causes = [one for one in causes if "dtype" in str(one[1])]
         fitting = (c for kind, fits, c in causes if _fits(trouble, kind, fits))
-        is_endless = trouble.says(Endless.__name__)
-        cause = ENDLESS if is_endless else next(fitting, None)
-        cause = cause and cause.of(p=world_size)
-        symptom = SYMPTOMS["endless" if is_endless else trouble.kind]
-        seen = f"{on_ranks(world_size)}, {symptom} {cause or ''}".rstrip()
-        return CheckFailed(f"{seen}\n{trouble.text}", cause)
+        return told(trouble, world_size, next(fitting, None))
+
+
+def told(trouble: Trouble, world_size: int, cause: Cause | None) -> CheckFailed:
+    """Return the error that says what happened on the ranks and its cause; below, their report."""
+    is_endless = trouble.says(f"{Endless.__name__}|^MemoryError")
+    cause = ENDLESS if is_endless else cause
+    cause = cause and cause.of(p=world_size)
+    symptom = SYMPTOMS["endless" if trouble.says(Endless.__name__) else trouble.kind]
+    where = ", ".join(filter(None, (on_ranks(world_size), trouble.step)))
+    seen = f"{where}, {symptom} {cause or ''}".rstrip()
+    return CheckFailed(f"{seen}\n{trouble.text}", cause)
+
+
+def _step_of(trace: str) -> str:
+    """Return the watched step that a traceback ends with the name of."""
+    last = trace.rstrip().rpartition("\n")[2]
+    return last.removeprefix(IN_STEP) if last.startswith(IN_STEP) else ""
 
 
 def _limited(

@@ -23,6 +23,7 @@ NOTHING = ast.Tuple([], ast.Load())
 JUDGING: Arguments = {
     "Exercise": {"wrong": NOTHING, "reference": None, "mistakes": NOTHING},
     "OnRanks": {"expect": NOTHING, "trouble": NOTHING},
+    "ByExample": {"looks": NOTHING},
     "Cases": {"symptoms": NOTHING},
 }
 ANSWERS = {"Exercise": JUDGING["Exercise"]}  # of these, what a student's copy has not

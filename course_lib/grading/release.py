@@ -20,8 +20,9 @@ import nbformat
 from rich.console import Console
 
 import course_lib
-from course_lib.checks.cases import Raised, to_json
+from course_lib.checks.cases import Cases, Raised, to_json
 from course_lib.checks.exercise import CheckFailed, find_exercise
+from course_lib.checks.judge import ByExample
 from course_lib.checks.lesson_source import read_source, solutions
 from course_lib.checks.right_answer import SETTINGS, VALUES, at_work_in
 from course_lib.core import CourseError
@@ -157,7 +158,8 @@ def freeze(assignment: Assignment, student: str, *, seeded_only: bool = False) -
     for key in assignment.keys:
         exercise = find_exercise(key).seeded(assignment.seed(student))
         is_drawn = getattr(exercise.check, "drawn", None) is not None
-        if hasattr(exercise.check, "cases") and (is_drawn or not seeded_only):
+        is_compared = isinstance(exercise.check, Cases | ByExample)
+        if is_compared and (is_drawn or not seeded_only):
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 found[key] = {
                     "right": to_json(exercise.right_values()),

@@ -1,0 +1,203 @@
+"""Judge an answer on ranks by example: the right answer shows what is needed, mistakes name causes.
+
+    ByExample(observe_on_rank=train, facets=(CHANGED, ORDER, "gradients"), success="...")
+
+`observe_on_rank` returns the facets of each step (course_lib.checks.watch). They are compared with
+those of the right answer in the same run. At the first difference, the planted mistakes run, too: a
+mistake whose first difference is the same names the cause. So a mistake needs no predicate.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.checks import on_ranks
+from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, Wrong, failed
+from course_lib.checks.expect import difference
+from course_lib.checks.on_ranks import OF_DTYPES, TWO_DTYPES, OnRanks, Run, Trouble, told
+from course_lib.checks.properties import CALLERS, EVERY_HANDLE, EVERY_RANK, SAME_CALLS
+from course_lib.checks.right_answer import frozen_values
+from course_lib.checks.watch import CHANGED, UNWAITED
+from course_lib.core import CourseError
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative
+MOST_SHOWN = 12  # of a list
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+LOOKS = {"hang": EVERY_RANK, "mismatch": SAME_CALLS, CHANGED: CALLERS, UNWAITED: EVERY_HANDLE}
+NOT_REPLAYED = ("hang", "mismatch")  # it takes seconds: one cause each, in `looks`
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference from the right answer: in which run, step and facet, and what ranks had.
+
+    `rank` is the first that differs, `words` say how.
+    """
+
+    run: int
+    step: str
+    facet: str
+    by_rank: Sequence[Any]
+    rank: int = 0
+    words: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByExample(OnRanks):
+    """A check of an answer on ranks that compares it with the right answer, and with mistakes.
+
+    `facets` are compared in this order, floating-point numbers within `rtol` (default: rounding).
+    Those in `equal` are pairs of a group and a value, which has to be the same in all of the group.
+    `looks` has what to say where no planted mistake does the same, by facet, and by kind of
+    trouble (`hang`, `mismatch`, `raised`), beyond LOOKS: it has to be true of any such answer.
+    """
+
+    expect: Sequence[Any] = ()
+    facets: Sequence[str]
+    rtol: float | None = None
+    equal: Sequence[str] = ()
+    looks: Sequence[tuple[str, Cause]] = ()
+
+    def judge(self, observed: Iterable[Run], exercise: Exercise) -> str:
+        """Compare each run with the right answer's; return the line of success."""
+        right = exercise.right_values()
+        for run, (seen, need) in enumerate(zip(observed, right, strict=False)):
+            if found := self._compare(run, seen, need):
+                raise self._failed(seen, found, exercise)
+        return self.success
+
+    def first_difference(self, exercise: Exercise, wrong: Wrong) -> list[Any]:
+        """Return the first difference of a planted mistake as plain data, to be frozen."""
+        runs = zip(self.observe(wrong.answer(exercise)), exercise.right_values(), strict=False)
+        differences = (self._compare(run, *pair) for run, pair in enumerate(runs))
+        found = next(filter(None, differences), None)
+        return [found.run, found.step, found.facet, found.by_rank] if found else []
+
+    def _compare(self, number: int, seen: Run, need: Run) -> Difference | None:
+        if need.trouble:
+            raise CourseError(f"the check's own right answer fails: {need.trouble.text}")
+        if seen.trouble:
+            return _of_trouble(number, seen.trouble)
+        for step in need.by_rank[0]:
+            for facet in self.facets:
+                gots, needs = (self._values(one, step, facet) for one in (seen, need))
+                words = list(map(self._unlike, gots, needs))
+                if any(words):
+                    rank = next(rank for rank, each in enumerate(words) if each)
+                    return Difference(number, step, facet, gots, rank, words[rank])
+        return None
+
+    def _values(self, run: Run, step: str, facet: str) -> list[Any]:
+        """Return the values of a facet by rank; of those in `equal`, whether they are."""
+        found = [rank[step].get(facet) for rank in run.by_rank]
+        if facet not in self.equal:
+            return found
+        first = {str(group): value for group, value in reversed(found)}
+        return [
+            f"{'' if first[str(g)] == value else 'not '}those of rank {g[0]}" for g, value in found
+        ]
+
+    def _unlike(self, got: Any, need: Any) -> str:
+        return unlike(got, need, self.rtol)
+
+    def _alike(self, found: Difference, other: Difference) -> bool:
+        """Return whether two answers differ from the right one in the same way."""
+        places = ((each.run, each.step, each.facet) for each in (found, other))
+        return len({*places}) == 1 and not any(map(self._unlike, found.by_rank, other.by_rank))
+
+    def _failed(self, seen: Run, found: Difference, exercise: Exercise) -> CheckFailed | NotDone:
+        p = seen.world_size
+        if trouble := seen.trouble:
+            for name, text in trouble.failures.values():
+                if name == "NotImplementedError":
+                    return NotDone(text)
+            return told(trouble, p, self._cause(found, exercise))
+        where = f"rank {found.rank} of {p}, {found.step}"
+        what = f"{where}: {found.facet}: {found.words}"
+        return failed(what, self._cause(found, exercise), p=p, rank=found.rank)
+
+    def _cause(self, found: Difference, exercise: Exercise) -> Cause | None:
+        looks = LOOKS | dict(self.looks)
+        if found.facet in NOT_REPLAYED:
+            return looks[found.facet]
+        slow = [looks[kind] for kind in NOT_REPLAYED]
+        if frozen_values(exercise.key):
+            firsts = ((c, Difference(*one)) for c, one in exercise.wrong_values() if one)
+            cause = next((c for c, other in firsts if self._alike(found, other)), None)
+        else:
+            planted = [one for one in exercise.wrong if one.cause not in slow]
+            cause = self._replayed(found, exercise, planted)
+        if cause is None and found.facet == "raised" and re.search(OF_DTYPES, str(found.by_rank)):
+            return TWO_DTYPES
+        return cause or looks.get(found.facet)
+
+    def _replayed(
+        self, found: Difference, exercise: Exercise, planted: Sequence[Wrong]
+    ) -> Cause | None:
+        """Run planted mistakes where an answer differs; return the cause of one that does so, too.
+
+        What is seen of them is kept. In the earlier runs, such a mistake has to be right.
+        """
+        plan = [(p, options) for p in self.worlds for options in self.runs(p)]
+        right = exercise.right_values()
+        with ExitStack() as stack:
+            ranks = cache(lambda p: stack.enter_context(on_ranks.Ranks(p)))
+
+            def first(wrong: Wrong, run: int) -> Difference | None:
+                if (id(wrong), run) not in exercise.seen:
+                    p, options = plan[run]
+                    seen = self.run_on(ranks(p), wrong.answer(exercise), options)
+                    exercise.seen[id(wrong), run] = [seen]
+                return self._compare(run, exercise.seen[id(wrong), run][0], right[run])
+
+            for wrong in planted:
+                here, before = first(wrong, found.run), range(found.run)
+                is_alike = here is not None and self._alike(found, here)
+                if is_alike and not any(first(wrong, run) for run in before):
+                    return wrong.cause
+        return None
+
+
+def _of_trouble(number: int, trouble: Trouble) -> Difference:
+    texts = [ADDRESS.sub("", f"{name}: {text}") for name, text in trouble.failures.values()]
+    return Difference(number, trouble.step, trouble.kind, texts)
+
+
+def unlike(got: Any, need: Any, rtol: float | None = None) -> str:
+    """Return how a value differs from the right one, in words; an empty text if it does not."""
+    if isinstance(got, list) and isinstance(need, list) and _has_tensors(need):
+        got, need = dict(enumerate(got)), dict(enumerate(need))
+    if isinstance(got, dict) and isinstance(need, dict):
+        pairs = ((name, unlike(got.get(name), need.get(name), rtol)) for name in need | got)
+        return next((f"{name}: {words}" for name, words in pairs if words), "")
+    if isinstance(got, list) and isinstance(need, list):
+        return "" if got == need else _in_order(got, need)
+    if rtol is None:
+        rtol = ROUNDING.get(need.dtype, 0.0) if isinstance(need, Tensor) else 0.0
+    return difference(got, need, rtol)[1]
+
+
+def _has_tensors(values: Sequence[Any]) -> bool:
+    return any(isinstance(one, Tensor) for one in values)
+
+
+def _in_order(got: list[Any], need: list[Any]) -> str:
+    """Return where two lists of words part."""
+    if not need or not got:
+        return f"need {_listed(need)}; got {_listed(got)}"
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(got, need, strict=False)))
+    wanted, seen = ((each[same:] or ["nothing more"])[0] for each in (need, got))
+    after = f"after {need[same - 1]}, " if same else "first, "
+    return f"{after}need {wanted}; got {seen} (all of it: {_listed(got)})"
+
+
+def _listed(words: list[Any]) -> str:
+    more = [f"and {len(words) - MOST_SHOWN} more"] if len(words) > MOST_SHOWN else []
+    return ", ".join([*map(str, words[:MOST_SHOWN]), *more]) or "nothing"

@@ -1,0 +1,250 @@
+"""Watch what an answer does on a rank, step by step; each step yields facets, which are plain data.
+
+    watch = Watch()
+    with watch.step("step 1", model=model) as step:
+        loss.backward()
+        watch.mark("backward ends")
+        step.show(grads=grads_of(model))
+    return watch.seen    # {"step 1": {"changed": [...], "never waited for": [...], "order": [...],
+
+The *order* has calls, waits and marks in their order, so that it tells what came too early, too
+late, twice or never. In a watched step, what a call receives is delivered by the wait for it: who
+reads it before reads old numbers, for certain, and writing to it before is noted.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import groupby
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.checks.on_ranks import IN_STEP, copied
+from course_lib.ranks.process_group import TracedGroup
+from course_lib.ranks.work_handle import TrackedWork
+
+WAIT = "wait"
+# the facets of every step
+CHANGED, UNWAITED, OVERWRITTEN = "changed", "never waited for", "written to before the wait"
+ORDER = "order"
+ALWAYS = (CHANGED, UNWAITED, OVERWRITTEN)
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    "_post_accumulate_grad_hooks",
+)
+
+
+@dataclass
+class Call:
+    """A call that a watched step has started: its handle, and what delivers its result."""
+
+    work: TrackedWork
+    name: str
+    deliver: Callable[[], bool]  # returns whether nobody has written to its tensors
+    waited: bool = False
+
+
+@dataclass
+class Step:
+    """One step under way: its calls by the id of their handles, its order, and what it shows."""
+
+    world_size: int
+    calls: dict[int, Call] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    overwritten: list[str] = field(default_factory=list)
+    shown: dict[str, Any] = field(default_factory=dict)
+
+    def show(self, **facets: Any) -> None:
+        """Add facets: copies of tensors, in lists and dicts if there are several."""
+        self.shown |= copied(facets)
+
+    def start(self, work: TrackedWork, deliver: Callable[[], bool] = lambda: True) -> TrackedWork:
+        """Note a call that has started."""
+        post = work.post
+        world = len(post.members) == self.world_size
+        group = "" if world else f" in the group {', '.join(map(str, post.members))}"
+        name = f"{post.kind} of {post.num_bytes} bytes{group}"
+        self.calls[id(work)] = Call(work, name, deliver)
+        self.order.append(name)
+        return work
+
+    def wait(self, work: TrackedWork) -> None:
+        """Note that a call has completed, and deliver its result; once."""
+        call = self.calls.get(id(work))
+        if call and not call.waited:
+            call.waited = True
+            self.order.append(WAIT)
+            if not call.deliver():
+                self.overwritten.append(call.name)
+
+    @property
+    def unwaited(self) -> list[str]:
+        """The calls that nobody has waited for."""
+        return [call.name for call in self.calls.values() if not call.waited]
+
+
+class Watch:
+    """Steps of an answer on one rank; `seen` has the facets of each, by its label."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, Any]] = {}
+        self._step: Step | None = None
+        self._world_size = dist.get_world_size()  # asked now: an answer may replace the function
+
+    def mark(self, text: str) -> None:
+        """Add a line to the order of the step under way, if there is one."""
+        if self._step:
+            self._step.order.append(text)
+
+    @contextmanager
+    def step(self, label: str, **given: Any) -> Iterator[Step]:
+        """Watch the block; `given` are the caller's modules, tensors and lists, by name."""
+        step = self._step = Step(self._world_size)
+        torch.rand(1)  # else who seeds twice changes nothing
+        before = state_of(given)
+        try:
+            with _noting(step):
+                yield step
+        except Exception as error:
+            error.add_note(f"{IN_STEP}{label}")
+            raise
+        finally:
+            self._step = None
+        after = state_of(given)
+        changed = [name for name in before | after if not _same(before.get(name), after.get(name))]
+        told = [(line, len([*same])) for line, same in groupby(step.order)]
+        lines = [f"{n} x {line}" if n > 1 else line for line, n in told]
+        step.shown |= {CHANGED: changed, UNWAITED: step.unwaited, ORDER: lines}
+        step.shown[OVERWRITTEN] = step.overwritten
+        self.seen[label] = step.shown
+
+
+@contextmanager
+def _noting(step: Step) -> Iterator[None]:
+    """Tell a step of the calls that this process makes, and of the waits for them."""
+    collective, message = TracedGroup.collective, TracedGroup._message
+    finishes = {name: getattr(TrackedWork, name) for name in ("wait", "synchronize")}
+    is_completed, get_future = TrackedWork.is_completed, TrackedWork.get_future
+
+    def start(group: TracedGroup, method: str, args: tuple[Any, ...], kwargs: Any) -> TrackedWork:
+        if method == "barrier":
+            return step.start(collective(group, method, args, kwargs))
+        before = [(tensor, tensor.detach().clone()) for tensor in _tensors(args[:2])]
+        hidden = {id(tensor): tensor.detach().clone() for tensor in _tensors(args[0])}
+
+        def deliver() -> bool:
+            is_untouched = all(_same(tensor.detach(), old) for tensor, old in before)
+            for tensor in _tensors(args[0]):
+                tensor.data.copy_(hidden[id(tensor)])
+            return is_untouched
+
+        given = (_swapped(args[0], hidden), *args[1:])
+        return step.start(collective(group, method, given, kwargs), deliver)
+
+    def send(group: TracedGroup, *args: Any) -> TrackedWork:
+        return step.start(message(group, *args))
+
+    def finishing(finish: Callable[..., Any]) -> Callable[..., Any]:
+        def finished(work: TrackedWork, *args: Any) -> Any:
+            result = finish(work, *args)
+            step.wait(work)
+            return result
+
+        return finished
+
+    def completed(work: TrackedWork) -> bool:
+        if is_completed(work):
+            step.wait(work)
+            return True
+        return False
+
+    def future(work: TrackedWork) -> Any:
+        return get_future(work).then(lambda done: (step.wait(work), done.value())[1])
+
+    replaced = {name: finishing(finish) for name, finish in finishes.items()}
+    replaced |= {"is_completed": completed, "get_future": future}
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(TracedGroup, collective=start, _message=send))
+        stack.enter_context(patch.multiple(TrackedWork, **replaced))
+        yield
+
+
+def _tensors(thing: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists of lists."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, list | tuple):
+        for one in thing:
+            yield from _tensors(one)
+
+
+def _swapped(thing: Any, by: dict[int, Tensor]) -> Any:
+    if isinstance(thing, list | tuple):
+        return [_swapped(one, by) for one in thing]
+    return by.get(id(thing), thing)
+
+
+# --- what belongs to the caller
+
+
+def state_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what an answer has to leave as it was: of what it was given, and of this process."""
+    state: dict[str, Any] = {"the random state": torch.get_rng_state()}
+    state["autograd"] = torch.is_grad_enabled()
+    for name, thing in given.items():
+        state |= dict(_state(name, thing))
+    return state
+
+
+def _state(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(thing, Tensor):
+        yield name, thing.detach().clone()
+        yield f"requires_grad of {name}", thing.requires_grad
+        yield f"the hooks of {name}", num_hooks(thing)
+    elif isinstance(thing, nn.Module):
+        for part, module in thing.named_modules(prefix=name):
+            yield f"train or eval mode of {part}", module.training
+            yield f"the hooks of {part}", num_hooks(module)
+        for part, tensor in [*thing.named_parameters(name), *thing.named_buffers(name)]:
+            yield from _state(part, tensor)
+    elif isinstance(thing, list | tuple):
+        yield f"the list {name}", list(map(id, thing))
+        for number, one in enumerate(thing):
+            yield from _state(f"{name}[{number}]", one)
+
+
+def num_hooks(holder: Any) -> int:
+    """Return the number of hooks on a module or a parameter."""
+    return sum(len(getattr(holder, name, None) or ()) for name in HOOKS)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two states are equal; nan is nan."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.shape == other.shape and one.dtype == other.dtype
+        return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return bool(type(one) is type(other) and one == other)
+
+
+def bits_of(*tensors: Tensor) -> str:
+    """Return a text that is the same for tensors of the same bits."""
+    return sha256(b"".join(x.detach().contiguous().numpy().tobytes() for x in tensors)).hexdigest()
+
+
+def kept_bytes(holder: Any) -> int:
+    """Return the bytes of all tensors in an object's attributes, except parameters and modules."""
+    stack, sizes = list(vars(holder).values()), dict[int, int]()
+    while stack:
+        thing = stack.pop()
+        if isinstance(thing, Tensor) and not isinstance(thing, nn.Parameter):
+            sizes[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, dict):
+            stack += thing.values()
+        elif isinstance(thing, list | tuple | set):
+            stack += thing
+    return sum(sizes.values())

@@ -1,0 +1,151 @@
+"""ByExample: what an answer on ranks shows, and which planted mistake it is named after."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.checks import Cause, CheckFailed, Exercise, exercise
+from course_lib.checks.cases import from_json, to_json
+from course_lib.checks.edits import Own
+from course_lib.checks.judge import ByExample, unlike
+from course_lib.checks.properties import EVERY_RANK, REDUCES
+from course_lib.checks.watch import ALWAYS, ORDER, Watch
+from course_lib.core import CourseError
+
+SUMMED = Cause("{p} times too large: summed.")
+
+
+def observe(rank, answer):
+    watch = Watch()
+    for number in range(2):
+        x = torch.arange(1.0, 4.0) * 10**rank * (number + 1)
+        with watch.step(f"call {number}", x=x) as step:
+            flat = x.clone()
+            work = answer(flat)
+            watch.mark("returned")
+            work.wait()
+            flat /= dist.get_world_size() if work.divides else 1
+        step.show(mean=flat)
+    return watch.seen
+
+
+class Work:
+    def __init__(self, work, divides=True):
+        self.wait, self.divides = work.wait, divides
+
+
+def right(x):
+    return Work(dist.all_reduce(x, async_op=True))
+
+
+def summed(x):
+    return Work(dist.all_reduce(x, async_op=True), divides=False)
+
+
+def toy():
+    check = ByExample(
+        observe_on_rank=observe,
+        worlds=(2,),
+        facets=(*ALWAYS, ORDER, "mean"),
+        success="The mean on 2 ranks.",
+    )
+    wrong = (Own(summed, SUMMED),)
+    return Exercise(key="toy-1", title="mean", check=check, wrong=wrong, reference=right)
+
+
+def rejected(one, answer):
+    with pytest.raises(CheckFailed) as caught:
+        one.verdict(answer)
+    return caught.value
+
+
+def writes_before_the_wait(x):
+    work = right(x)
+    x.mul_(2)
+    return work
+
+
+def triples(x):
+    return right(x.mul_(3))
+
+
+def in_two_calls(x):
+    dist.all_reduce(x[:1])
+    return Work(dist.all_reduce(x[1:], async_op=True))
+
+
+def test_what_differs_is_told_and_the_same_mistake_names_the_cause():
+    one = toy()
+    assert one.verdict(right) == "The mean on 2 ranks."
+    error = rejected(one, lambda x: summed(x))
+    assert error.cause == SUMMED
+    assert str(error) == (
+        "rank 0 of 2, call 0: mean: need [5.5, 11, 16.5]; got [11, 22, 33]. "
+        "2 times too large: summed."
+    )
+    unknown = rejected(one, triples)
+    assert unknown.cause is None
+    assert str(unknown).endswith("mean: need [5.5, 11, 16.5]; got [16.5, 33, 49.5].")
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (writes_before_the_wait, "written to before the wait: need nothing; got all_reduce of 12"),
+        (in_two_calls, "order: first, need all_reduce of 12 bytes; got all_reduce of 4 bytes"),
+        (lambda x: right(x) and 1 / 0, "on 2 ranks, call 0, your code raised an error."),
+        (lambda x: right(x if dist.get_rank() else x[:1]), "All ranks have to make the same calls"),
+        (lambda x: dist.get_rank() or right(x), "your code raised an error"),
+    ],
+)
+def test_what_was_seen_is_told(answer, says):
+    assert says in str(rejected(toy(), answer))
+
+
+def test_frozen_values_judge_where_no_right_answer_lies(monkeypatch):
+    one = toy()
+    frozen = {
+        "right": to_json(one.right_values()),
+        "wrong": [[str(c), to_json(shows)] for c, shows in one.wrong_values()],
+    }
+    frozen = json.loads(json.dumps(frozen))
+    monkeypatch.setattr(exercise, "frozen_values", lambda _key: frozen)
+    monkeypatch.setattr("course_lib.checks.judge.frozen_values", lambda _key: frozen)
+    monkeypatch.setattr(exercise, "right_answer", None)
+    student = Exercise(key="toy-1", title="mean", check=one.check)
+    assert student.verdict(right)
+    assert rejected(student, summed).cause == SUMMED
+    assert from_json(to_json(one.right_values()))[0].by_rank[1]["call 0"][ORDER][0]
+
+
+def test_a_right_answer_that_fails_is_the_checks_own_mistake():
+    one = Exercise(key="toy-1", title="mean", check=toy().check, reference=lambda x: 1 / 0)
+    with pytest.raises(CourseError, match="the check's own right answer fails"):
+        one.verdict(right)
+
+
+SEEN = [one for one in REDUCES if one.name not in ("hides nan", "only if any", "four ranks")]
+
+
+@pytest.mark.parametrize("broken", SEEN, ids=lambda one: one.name)
+def test_a_property_breaks_any_right_answer(broken):
+    one = toy()
+    mistake = Exercise(key="toy-1", title="mean", check=one.check, wrong=(broken,), reference=right)
+    error = rejected(mistake, broken.answer(mistake))
+    assert error.cause == broken.cause or broken.cause == EVERY_RANK
+
+
+@pytest.mark.parametrize(
+    ("got", "need", "words"),
+    [
+        ({"a": 1}, {"a": 1}, ""),
+        ({"a": 1}, {"a": 2}, "a: need 2; got 1"),
+        (["x", "y"], ["x", "z"], "after x, need z; got y (all of it: x, y)"),
+        (["x"], ["x", "z"], "after x, need z; got nothing more (all of it: x)"),
+        ([], ["x"], "need x; got nothing"),
+    ],
+)
+def test_how_a_value_differs_is_said_in_words(got, need, words):
+    assert unlike(got, need) == words
