@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from course_lib.checks.cases import TOO_NARROW, Case, Cases
+from course_lib.checks.cases import Case, Cases
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
 
@@ -199,17 +199,7 @@ BUCKETS = Exercise(
             "[p for p in module.parameters() if p.requires_grad and p.nbytes <= bucket_bytes]",
             Cause("A parameter larger than the limit is sent alone, but it has to be sent."),
         ),
-        Edit(
-            "return buckets",
-            "return buckets or [[]]",
-            Cause("No bucket if nothing is trained: append the last one only if it is not empty."),
-        ),
         Edit(RESET, "buckets.append([])", Cause("A new bucket is empty: count its bytes from 0.")),
-        Edit(
-            RESET,
-            "buckets.append([])\n            filled = -num_bytes",
-            Cause("The parameter that opens a bucket fills it, too: count its bytes."),
-        ),
         Own(
             _into_any_bucket,
             Cause(
@@ -218,28 +208,9 @@ BUCKETS = Exercise(
             ),
         ),
         Edit(
-            TRAINED,
-            "list(dict.fromkeys(p for _, p in list(module.named_parameters(remove_duplicate=False))"
-            "[::-1] if p.requires_grad))[::-1]",
-            Cause(
-                "A tied weight is complete with its first use, which backward reaches last: it "
-                "belongs where its first name is."
-            ),
-        ),
-        Edit(
             "filled += num_bytes",
             "filled += num_bytes if num_bytes <= bucket_bytes else 0",
             Cause("A parameter larger than the limit is sent alone: nothing may join it."),
-        ),
-        Edit(
-            "return buckets",
-            "return sorted(buckets, key=lambda b: b[0].nbytes > bucket_bytes)",
-            Cause("A parameter larger than the limit keeps its place: send it in its turn."),
-        ),
-        Edit(
-            "param.element_size()",
-            "next(reversed([*module.parameters()])).element_size()",
-            Cause("One model may hold several dtypes: ask each parameter for its element_size()."),
         ),
         Edit(
             "param.numel() * param.element_size()",
@@ -248,16 +219,6 @@ BUCKETS = Exercise(
                 "Those are the bytes of the memory it lies in, which others share: count its "
                 "numbers, numel(), times element_size()."
             ),
-        ),
-        Edit(
-            "param.numel()",
-            "param.shape[:1].numel()",
-            Cause("A matrix has more numbers than rows: numel() counts all of them."),
-        ),
-        Edit(
-            "module.parameters()",
-            "nn.ModuleList(module.children()).parameters()",
-            Cause("The model itself may have parameters, too: ask module.parameters() for all."),
         ),
         Edit(
             "buckets, filled = [], 0",
@@ -269,11 +230,6 @@ BUCKETS = Exercise(
                 "Those are the buckets of the call before: since then a layer may have been frozen "
                 "or added. Keep nothing, make them anew."
             ),
-        ),
-        Edit(
-            "filled + num_bytes > bucket_bytes",
-            "torch.tensor(float(filled + num_bytes)) > bucket_bytes",
-            TOO_NARROW,
         ),
         Edit(OPENS, "if True:", Cause("One bucket per parameter: what fits shares a bucket.")),
     ),

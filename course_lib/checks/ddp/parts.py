@@ -15,10 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.checks.exercise import Cause
-from course_lib.checks.expectations import Calls
-from course_lib.checks.on_ranks import At
-
 LATE_S = 0.12
 ROUNDING = 1e-12
 
@@ -97,29 +93,14 @@ def watched_handles(kind: str = "all_reduce") -> Iterator[set[int]]:
         yield open_ones
 
 
-def kept_bytes(holder: Any) -> int:
-    """Return the bytes of all tensors in an object's attributes, except parameters and modules."""
-    stack, sizes = list(vars(holder).values()), dict[int, int]()
-    while stack:
-        thing = stack.pop()
-        if isinstance(thing, Tensor) and not isinstance(thing, nn.Parameter):
-            sizes[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-        elif isinstance(thing, dict):
-            stack += thing.values()
-        elif isinstance(thing, list | tuple | set):
-            stack += thing
-    return sum(sizes.values())
-
-
 def digits(p: int) -> int:
     """Return 1, 11, 111, 1111: every rank once."""
     return sum(10**rank for rank in range(p))
 
 
-def copied_grads(module: Bag) -> list[Any]:
-    """Return copies of the gradients of what is trained; None where there is none."""
-    grads = [module.weights[i].grad for i in module.trained]
-    return [grad.clone() if isinstance(grad, Tensor) else grad for grad in grads]
+def grads_of(module: Bag) -> dict[str, Any]:
+    """Return the gradient of each parameter; None where there is none."""
+    return {f"parameter {i}": param.grad for i, param in enumerate(module.weights)}
 
 
 def modes_of(model: nn.Module) -> list[bool]:
@@ -135,27 +116,3 @@ def count_hooks(model: nn.Module) -> int:
     holders = [*model.modules(), *model.parameters()]
     names = (*HOOKS, "_post_accumulate_grad_hooks")
     return sum(len(getattr(holder, name, None) or ()) for holder in holders for name in names)
-
-
-OTHER_KIND = Cause("This exercise is for all_reduce: one for each bucket.")
-ONE_EACH = Cause(
-    "One all_reduce per bucket, not one per parameter: put its gradients into one tensor."
-)
-NOT_IN_ORDER = Cause("Send the buckets in their order, the first one first.")
-TOO_MUCH = Cause("Send what is in the bucket and nothing else, in the dtype of the gradients.")
-TWICE = Cause("Each bucket is sent once per step: which ones are sent already?")
-
-
-def one_a_bucket(bucket_bytes: Callable[[At], Sequence[int]]) -> Calls:
-    """Demand one all_reduce per bucket, of its bytes, in order."""
-    return Calls(
-        lambda at: [("all_reduce", num_bytes) for num_bytes in bucket_bytes(at)],
-        other_kind=OTHER_KIND,
-        symptoms=(
-            (lambda got, need: sum(got) == sum(need) and len(got) > len(need), ONE_EACH),
-            (lambda got, need: sorted(got) == sorted(need), NOT_IN_ORDER),
-            (lambda got, need: len(got) == len(need) and sum(got) > sum(need), TOO_MUCH),
-            (lambda got, need: set(got) == set(need) and len(got) > len(need), TWICE),
-        ),
-        look=Cause("One all_reduce per bucket, of all its gradients and nothing else."),
-    )

@@ -1,12 +1,12 @@
 """Exercise 3 of 06_ddp: the time of a step with overlap."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from random import Random
 
 from course_lib.checks.cases import Case, Cases
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.properties import COUNTS
 
 Times = Sequence[float]
 STEPS: tuple[tuple[float, Times, Times], ...] = (
@@ -43,32 +43,6 @@ def _listed(times: Times) -> str:
     return ", ".join(f"{time_s:g}" for time_s in times)
 
 
-def _perfect(forward_s: float, backward_s: Times, all_reduce_s: Times) -> float:
-    return forward_s + max(sum(backward_s), sum(all_reduce_s))
-
-
-def _first_one_hides_nothing(forward_s: float, backward_s: Times, all_reduce_s: Times) -> float:
-    return forward_s + backward_s[0] + sum(all_reduce_s)
-
-
-def _bucket_by_bucket(forward_s: float, backward_s: Times, all_reduce_s: Times) -> float:
-    return forward_s + sum(map(max, backward_s, all_reduce_s))
-
-
-def _two_buckets_behind(forward_s: float, backward_s: Times, all_reduce_s: Times) -> float:
-    ready_s = before_s = done_s = forward_s
-    for compute_s, wire_s in zip(backward_s, all_reduce_s, strict=True):
-        ready_s = max(ready_s, before_s) + compute_s
-        before_s, done_s = done_s, max(ready_s, done_s) + wire_s
-    return done_s
-
-
-def _own_wire_each(forward_s: float, backward_s: Times, all_reduce_s: Times) -> float:
-    ready = accumulate(backward_s)
-    return forward_s + max(map(sum, zip(ready, all_reduce_s, strict=True)))
-
-
-WAITS = Cause("Backward never waits for the link; only the link waits: max() is for its clock.")
 WIRE = "max(ready_s, done_s) + wire_s"
 
 PRICE = Exercise(
@@ -85,12 +59,11 @@ PRICE = Exercise(
         Edit(
             "return done_s",
             "return forward_s + sum(backward_s) + sum(all_reduce_s)",
-            Cause(
-                "That is the time without any overlap: while a bucket is reduced, backward goes on."
-            ),
+            Cause("That is without any overlap: while a bucket is reduced, backward goes on."),
         ),
-        Own(
-            _perfect,
+        Edit(
+            "return done_s",
+            "return forward_s + max(sum(backward_s), sum(all_reduce_s))",
             Cause(
                 "The link is idle before the first bucket is ready, so not everything is hidden."
             ),
@@ -107,19 +80,21 @@ PRICE = Exercise(
                 "Only the last all-reduce is exposed if the link keeps up; if not, they queue up."
             ),
         ),
-        Own(
-            _first_one_hides_nothing,
-            Cause("Right for a slow link only: a fast one waits until the next bucket is ready."),
-        ),
-        Own(_bucket_by_bucket, WAITS),
-        Own(_two_buckets_behind, WAITS),
         Edit(
             "return done_s",
-            "return round(done_s, 3)",
-            Cause("Rounded: a step may take a few milliseconds; return the seconds as they are."),
+            "return forward_s + backward_s[0] + sum(all_reduce_s)",
+            Cause("Right for a slow link only: a fast one waits until the next bucket is ready."),
         ),
-        Own(
-            _own_wire_each,
+        Edit(
+            "return done_s",
+            "return forward_s + sum(map(max, backward_s, all_reduce_s))",
+            Cause(
+                "Backward never waits for the link; only the link waits: max() is for its clock."
+            ),
+        ),
+        Edit(
+            WIRE,
+            "max(done_s, ready_s + wire_s)",
             Cause(
                 "There is one link: a bucket also waits until the one before it has been reduced."
             ),
@@ -146,5 +121,6 @@ PRICE = Exercise(
             "ready_s = done_s = 0.0",
             Cause("Forward is missing: nothing is ready before it ends."),
         ),
+        *COUNTS,
     ),
 )
