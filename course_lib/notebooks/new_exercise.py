@@ -70,17 +70,15 @@ import torch
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import Numbers, Untouched
-from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+from course_lib.checks.judge import ByExample
+from course_lib.checks.watch import ALWAYS, ORDER, Watch
 
 
-def _observe(rank: int, answer: Callable[..., Any]) -> dict[str, Observed]:
-    x = torch.full((3,), 10.0**rank)
-    return {{"3 numbers": watch(answer, x, x=x)}}
-
-
-def _right(at: At) -> torch.Tensor:
-    raise NotImplementedError("exercise {key}: FILL IN the right numbers on rank at.rank")
+def _observe(rank: int, answer: Callable[..., Any]) -> dict[str, Any]:
+    watch, x = Watch(), torch.full((3,), 10.0**rank)
+    with watch.step("FILL IN what is given", x=x) as step:
+        step.show(value=answer(x))
+    return watch.seen
 
 
 FIRST = Cause("FILL IN the misconception, and what to look at.")
@@ -88,9 +86,9 @@ FIRST = Cause("FILL IN the misconception, and what to look at.")
 {constant} = Exercise(
     key="{key}",
     title="FILL IN a few words",
-    check=OnRanks(
+    check=ByExample(
         observe_on_rank=_observe,
-        expect=(Untouched(), Numbers("value", _right, causes=((FIRST, lambda at: at.rank),))),
+        facets=(*ALWAYS, ORDER, "value"),
         success="FILL IN what is right.",
     ),
     wrong=(Edit("FILL IN what stands in the solution", "and what in its place", FIRST),),

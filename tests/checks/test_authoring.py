@@ -40,13 +40,13 @@ def test_the_pages_right_answer_passes(greatest):
     assert greatest.verdict(greatest.right).startswith("The greatest on 1 to 4 ranks")
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_the_pages_planted_mistakes_are_named(greatest, number):
     wrong = greatest.wrong[number]
     with pytest.raises(CheckFailed) as caught:
         greatest.verdict(wrong.answer(greatest))
     assert caught.value.cause == wrong.cause
-    assert len(greatest.wrong) == 7
+    assert len(greatest.wrong) == 8
 
 
 def test_another_right_answer_passes_the_pages_check(greatest):
