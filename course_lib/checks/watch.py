@@ -15,6 +15,7 @@ reads it before reads old numbers, for certain, and writing to it before is note
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from itertools import groupby
 from typing import Any
@@ -23,6 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 
 from course_lib.checks.on_ranks import IN_STEP, copied
 from course_lib.ranks.process_group import TracedGroup
@@ -46,6 +48,7 @@ class Call:
     work: TrackedWork
     name: str
     deliver: Callable[[], bool]  # returns whether nobody has written to its tensors
+    delivered: bool = False
     waited: bool = False
 
 
@@ -73,14 +76,21 @@ class Step:
         self.order.append(name)
         return work
 
+    def deliver(self, work: TrackedWork) -> None:
+        """Deliver the result of a call that has completed; once."""
+        call = self.calls.get(id(work))
+        if call and not call.delivered:
+            call.delivered = True
+            if not call.deliver():
+                self.overwritten.append(call.name)
+
     def wait(self, work: TrackedWork) -> None:
-        """Note that a call has completed, and deliver its result; once."""
+        """Note that somebody has waited for a call, and deliver its result."""
+        self.deliver(work)
         call = self.calls.get(id(work))
         if call and not call.waited:
             call.waited = True
             self.order.append(WAIT)
-            if not call.deliver():
-                self.overwritten.append(call.name)
 
     @property
     def unwaited(self) -> list[str]:
@@ -124,6 +134,41 @@ class Watch:
         self.seen[label] = step.shown
 
 
+class WaitedFuture(Future[Any]):
+    """Future of a call: delivers its result, and tells when somebody waits for it."""
+
+    def __init__(
+        self, inner: Future[Any], deliver: Callable[[], None], waited: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._waited = waited
+
+        def complete(done: Future[Any]) -> None:
+            try:
+                deliver()
+                self.set_result(done.value())
+            except Exception as error:  # raised where the future is waited for
+                self.set_exception(error)
+
+        inner.add_done_callback(complete)
+
+    def wait(self) -> Any:
+        """Block until the result is there; return it."""
+        result = super().wait()
+        self._waited()
+        return result
+
+    def then(self, callback: Callable[..., Any]) -> "WaitedFuture":
+        """Return the future of what a function makes of the result."""
+        return WaitedFuture(super().then(callback), lambda: None, self._waited)
+
+    def value(self) -> Any:
+        """Return the result of a completed call."""
+        result = super().value()
+        self._waited()
+        return result
+
+
 @contextmanager
 def _noting(step: Step) -> Iterator[None]:
     """Tell a step of the calls that this process makes, and of the waits for them."""
@@ -163,8 +208,8 @@ def _noting(step: Step) -> Iterator[None]:
             return True
         return False
 
-    def future(work: TrackedWork) -> Any:
-        return get_future(work).then(lambda done: (step.wait(work), done.value())[1])
+    def future(work: TrackedWork) -> WaitedFuture:
+        return WaitedFuture(get_future(work), partial(step.deliver, work), partial(step.wait, work))
 
     replaced = {name: finishing(finish) for name, finish in finishes.items()}
     replaced |= {"is_completed": completed, "get_future": future}

@@ -20,6 +20,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
 ITEMS = (2, 1, 3, 1)  # of each micro-batch
+FINE = 1 + 2**-30  # what float32 loses
 
 ONCE = Cause(
     "Only the last backward may send: put all the others inside `with model.no_sync():`, and call "
@@ -71,7 +72,7 @@ def accumulate_on_rank(rank: int, answer: Callable[..., Any], again: bool) -> di
         model = model if again else _model()
         model.zero_grad()
         ones = [torch.ones(ITEMS[k]).double() for k in range(count)]
-        batch = [(one * 10.0**rank, one * (k + 1)) for k, one in enumerate(ones)]
+        batch = [(one * FINE * 10.0**rank, one * (k + 1)) for k, one in enumerate(ones)]
         if again and number == 2 and rank == 0:
             batch[0][0].fill_(torch.inf)
         label = f"{count} micro-batch{'es' if count > 1 else ''}"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
-from course_lib.checks.properties import AT_ONCE, EVERY_RANK, IN_A_GROUP, NOT_WAITED, REDUCES
+from course_lib.checks.properties import AT_ONCE, EVERY_RANK, IN_A_GROUP, REDUCES
 from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch, bits_of
 
 SCALE = 300.0  # sums of 10**rank times this do not fit into float16
@@ -42,6 +42,7 @@ OWN = Cause(
     "That is this rank's own gradient: flat is not what was sent. Wait, then copy what came back "
     "into flat; copy_ converts to float32."
 )
+OTHER_TENSOR = Cause("Other ranks are not in it: read the very tensor that all_reduce is given.")
 RANGE = Cause("float16 ends at 65504: the sum does not fit. bfloat16 has the range of float32.")
 SUMMED = Cause("{p} times too large: hooks leave the mean, not the sum.")
 MEAN_TWICE = Cause("{p} times too small: the mean was taken twice.")
@@ -102,7 +103,7 @@ HALF = Exercise(
     ),
     wrong=(
         Edit("self.flat.copy_(self.small)", "self.flat = (self.small.float())", OWN),
-        Edit("all_reduce(self.small,", "all_reduce(self.small.clone(),", NOT_WAITED),
+        Edit("all_reduce(self.small,", "all_reduce(self.small.clone(),", OTHER_TENSOR),
         Edit(".div_(self.p)", "", SUMMED),
         Edit(".div_(self.p)", ".div_(self.p).div_(self.p)", MEAN_TWICE),
         Edit(

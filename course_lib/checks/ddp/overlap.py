@@ -139,6 +139,15 @@ OVERLAP = Exercise(
             also=(("for param in self.buckets[self.next]]", "for param in bucket]"),),
         ),
         Edit("dist.all_reduce(flat, async_op=True)", "dist.all_reduce(flat)", AT_ONCE),
+        Edit(
+            "def on_grad(self, param):",
+            "def on_grad(self, param):\n    self.ready.add(param)\n\ndef leave(self):",
+            LATE,
+            also=(
+                ("self.ready.add(param)\n        while", "while"),
+                ("for bucket, (work", "self.leave()\nfor bucket, (work"),
+            ),
+        ),
         Edit(LOOP, f"while {ALL_READY} and self.next < len(self.buckets):", LATE),
         Edit(NEXT_FULL, f"({NEXT_FULL} if self.next == 0 else {ALL_READY})", LATE),
         Edit(NEXT_FULL, "all(p.grad is not None for p in self.buckets[self.next])", EARLY),
