@@ -197,12 +197,12 @@ def _sharing(answer: Any) -> Any:
     """Let all objects of a class share their own lists, sets and dicts."""
     kept: dict[str, Any] = {}
 
-    class Sharing(answer):  # type: ignore[misc]
+    class Sharing(answer):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
-            for name, value in vars(self).items():
+            for name, value in [*vars(self).items()]:
                 if isinstance(value, list | set | dict) and all(value is not one for one in given):
-                    vars(self)[name] = kept.setdefault(name, value)
+                    setattr(self, name, kept.setdefault(name, value))
 
     return Sharing
 

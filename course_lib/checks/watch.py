@@ -211,7 +211,7 @@ def _noting(step: Step) -> Iterator[None]:
     def future(work: TrackedWork) -> WaitedFuture:
         return WaitedFuture(get_future(work), partial(step.deliver, work), partial(step.wait, work))
 
-    replaced = {name: finishing(finish) for name, finish in finishes.items()}
+    replaced: dict[str, Any] = {name: finishing(finish) for name, finish in finishes.items()}
     replaced |= {"is_completed": completed, "get_future": future}
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(TracedGroup, collective=start, _message=send))
