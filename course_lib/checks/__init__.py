@@ -3,6 +3,9 @@
     exercise         `Exercise`, `Cause`, `CheckFailed`, and `check`, the call in the notebooks
     cases            `Cases`: an answer of plain values, against a table of cases
     on_ranks         `OnRanks`: an answer that runs on ranks, and what was observed there
+    judge            `ByExample`: the same, compared with the right answer and with mistakes
+    watch            `Watch`: what an answer does on a rank, step by step
+    properties       mistakes that any answer of a kind can make
     expectations     `Numbers`, `Calls`, `Demand`, ...: what to expect of that
     edits            `Edit`, `Own`: planted wrong answers
     right_answer     the right answer: the solution in the lesson's source

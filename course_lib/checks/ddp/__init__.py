@@ -1,8 +1,7 @@
 """The exercises of notebook 06_ddp: buckets, a hook, a price, accumulation, half bytes, a trace.
 
 Each stands with its planted mistakes in a file of its own: `buckets`, `overlap`, `price`,
-`accumulate`, `half` and `trace`. `parts` holds what they share, `overlap_steps` and
-`accumulate_steps` what runs on the ranks of `overlap` and `accumulate`.
+`accumulate`, `half` and `trace`. `parts` holds the model with known gradients.
 """
 
 from course_lib.checks.ddp.accumulate import ACCUMULATE

@@ -116,7 +116,7 @@ def _marked(model: Any, watch: Watch) -> Iterator[None]:
             f"forward{'' if model._syncs else ' in no_sync'}"
             f"{'' if inside[0] else ' past DDP'}"
             f"{'' if [part.training for part in model.modules()] == modes else ' in another mode'}"
-            f"{f' while the graphs of {others} others are alive' if others > 0 else ''}"
+            f"{f' with {others} more graphs or outputs alive' if others > 0 else ''}"
         )
 
     hooks = [
