@@ -63,10 +63,27 @@ class Penalized(nn.Linear):
         return output
 
 
+class PenalizedInDict(Penalized):
+    """The term lies in an object, in a dict."""
+
+    class Stats:
+        penalty = 0.0
+
+    @property
+    def penalty(self):
+        return self.stats["terms"][0].penalty
+
+    @penalty.setter
+    def penalty(self, value):
+        stats = self.Stats()
+        stats.penalty = value
+        self.stats = {"terms": [stats]}
+
+
 class Penalizing(Net):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Penalized(3, 3) for _ in range(2))
+        self.blocks = nn.ModuleList([Penalized(3, 3), PenalizedInDict(3, 3)])
 
 
 class Loop:

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 
+PLAIN = int | float | str | bytes | None  # nothing is within
+CLOSED = nn.Module | type | PLAIN
+OF_MODULES = {*vars(nn.Module())}  # the attributes that every module has
+
 
 class NoSync:
     """Mixin: inside `with model.no_sync():` gradients only accumulate on this rank.
@@ -103,10 +107,20 @@ def tensors_kept(modules: Iterable[nn.Module]) -> list[Tensor]:
 
     Backward may begin with one of them, before the gradient of the modules' output is known.
     """
-    values = [value for module in modules for value in vars(module).values()]
-    lists = [value for value in values if isinstance(value, list | tuple)]
-    kept = [*values, *(one for each in lists for one in each)]
-    return [one for one in kept if isinstance(one, Tensor) and one.grad_fn is not None]
+    own = (
+        value for part in modules for name, value in vars(part).items() if name not in OF_MODULES
+    )
+    return [one for value in own for one in tensors_within(value) if one.grad_fn is not None]
+
+
+def tensors_within(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Yield the tensors in lists, dicts and objects, `depth` of them in each other."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, CLOSED):
+        inside = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", ())
+        for one in inside.values() if isinstance(inside, dict) else inside:
+            yield from tensors_within(one, depth - 1)
 
 
 def need_plain_backward(where: str, attempt: str) -> None:

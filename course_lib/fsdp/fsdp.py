@@ -197,8 +197,10 @@ class FSDP(NotCopied, NoSync, nn.Module):
         """Load a plain module's state_dict; every rank copies its shards from it."""
         load_full(self.module, self.param_groups, state)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return this rank's shards and the buffers; `merge_shards` joins those of all ranks."""
+        if options:  # of a module that has this one in it
+            refuse_shards(self.module, "", keep_vars=False)
         return sharded_state(self.module, self.param_groups)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -253,9 +255,10 @@ class FSDP(NotCopied, NoSync, nn.Module):
             for tensor in (*unit.tensors_in(output), *tensors_kept(unit.parts)):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit, self._num_uses))
-        keep = self._trains and (unit is self.root or not self.reshard_after_forward)
+        trains = self._trains and torch.is_grad_enabled()
+        keep = trains and (unit is self.root or not self.reshard_after_forward)
         if not keep and not self._in_backward:  # recomputation in backward needs them at once
-            unit.free(keep_part=self._trains)
+            unit.free(keep_part=trains)
 
     def _before_backward(self, unit: Unit, num_uses: int, _grad: Tensor) -> None:
         need_plain_backward("FSDP", "DDP")

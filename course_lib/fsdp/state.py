@@ -79,8 +79,8 @@ def refuse_shards(_module: nn.Module, _prefix: str, keep_vars: bool) -> None:
     if not keep_vars:
         raise CourseError(
             "FSDP: need the weights of all ranks in a state_dict; got that of the wrapped module, "
-            "which has this rank's shards. Try model.full_state_dict(), or model.state_dict() for "
-            "shards by rank."
+            "or of one around it, with this rank's shards. Try model.full_state_dict(), or "
+            "model.state_dict() for shards by rank."
         )
 
 
@@ -138,6 +138,11 @@ def load_sharded(
 ) -> None:
     """Load `sharded_state` of the same rank of an equally large group."""
     ours = sharded_state(module, param_groups)
+    if "shapes" not in state:
+        raise CourseError(
+            "FSDP.load_state_dict: need what state_dict() of this rank has returned; got the state "
+            "of a plain module. Try load_full_state_dict(state)."
+        )
     if any(ours[key] != state[key] for key in ("rank", "group_size", "shapes")):
         raise CourseError(
             f"FSDP.load_state_dict: need the shards of rank {ours['rank']} of "
@@ -207,3 +212,6 @@ def _load_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
     for name, buffer in module.named_buffers():
         if name in state:
             buffer.copy_(state[name])
+    extra = {name: value for name, value in state.items() if name.endswith("_extra_state")}
+    if extra:  # of modules with set_extra_state()
+        module.load_state_dict(extra, strict=False)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_compiled
+from course_lib.data_parallel.gradients import PLAIN, tensors_within
 from course_lib.fsdp.mesh import ShardingGroups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
 from course_lib.fsdp.param_group import FoundParam, FSDPParamGroup
@@ -119,9 +120,8 @@ class Unit:
         Raises:  CourseError for an object that hides them
         """
         leaves = tree_leaves(output)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        plain = Tensor | float | int | str | None
-        strange = [leaf for leaf in leaves if not isinstance(leaf, plain)]
+        tensors = [one for leaf in leaves for one in tensors_within(leaf)]
+        strange = [leaf for leaf in leaves if not isinstance(leaf, Tensor | PLAIN)]
         if strange and not tensors and self.param_group:
             raise CourseError(
                 f"FSDP: need tensors, or tuples, lists and dicts of them, from "

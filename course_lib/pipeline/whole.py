@@ -1,4 +1,4 @@
-"""1F1B on one screen: the schedule as one function, for one stage on each rank.
+"""1F1B on one screen: one stage on each rank, and a step in three phases.
 
 It says what a rank does, and nothing else. `engine.py` runs any schedule, several model chunks,
 tied weights and any sizes with the same messages. Notebook 08_pipeline.
@@ -6,6 +6,7 @@ tied weights and any sizes with the same messages. Notebook 08_pipeline.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -15,69 +16,76 @@ from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 
 
-def one_f_one_b_whole(
-    stage: nn.Module,
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    activation: Tensor,
-    group: Group = None,
-) -> Tensor | None:
-    """Add the gradient of the mean loss over m micro-batches; return that loss on the last rank.
+class WholePipeline:
+    """The stages of a model in the order of the ranks; this rank has one of them.
 
-    inputs, targets   m equal micro-batches: the first rank uses inputs, the last one targets
-    activation        any tensor of the shape and dtype that stages pass on
+    loss = WholePipeline(stage, loss_of, activation).step(inputs, targets)
+
+    loss_of      mean loss of the last stage's output and targets
+    activation   any tensor of the shape and dtype that stages pass on
 
     Cost:    a rank keeps at most p - rank activations; per micro-batch and border two messages
-    Raises:  CourseError unless the micro-batches are equally large
     Source:  Narayanan et al. 2019 (PipeDream), section 3.2; 2021 (Megatron-LM), section 2.2
     """
-    me, m = member_of(group, "one_f_one_b_whole"), len(inputs)
-    if m != len(targets) or len({len(x) for x in (*inputs, *targets)}) != 1:
-        sizes = [len(x) for x in inputs], [len(x) for x in targets]
-        raise CourseError(
-            f"one_f_one_b_whole: need as many inputs as targets, all equally large; got {sizes[0]} "
-            f"and {sizes[1]}. Try batch.chunk(m) with an m that divides it."
-        )
-    first, last = me.rank == 0, me.rank == me.size - 1
-    begun: deque[tuple[Tensor, Tensor]] = deque()  # micro-batches whose backward is to come
-    sent: list[tuple[dist.Work, Tensor]] = []  # nobody waits before the end: no deadlock
-    total = activation.new_zeros(())
 
-    def receive(source: int) -> Tensor:
-        me.irecv(x := torch.empty_like(activation), source).wait()
+    def __init__(
+        self,
+        stage: nn.Module,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        activation: Tensor,
+        group: Group = None,
+    ) -> None:
+        self.stage, self.loss_of, self.activation = stage, loss_of, activation
+        self.me = member_of(group, "WholePipeline")
+        self.first, self.last = self.me.rank == 0, self.me.rank == self.me.size - 1
+
+    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor | None:
+        """Add the gradient of the mean loss over m micro-batches; return it on the last rank.
+
+        Raises:  CourseError unless the micro-batches are equally large
+        """
+        m = len(inputs)
+        if m != len(targets) or len({len(x) for x in (*inputs, *targets)}) != 1:
+            raise CourseError(
+                "WholePipeline.step: need as many inputs as targets, all equally large; got "
+                f"{[*map(len, inputs)]} and {[*map(len, targets)]}. Try batch.chunk(m)."
+            )
+        self.begun = deque[tuple[Tensor, Tensor]]()  # micro-batches whose backward is to come
+        self.sent = list[tuple[dist.Work, Tensor]]()  # nobody waits before the end: no deadlock
+        # Phase 1, warm-up: as many forwards as there are stages behind this one
+        warm_up = min(self.me.size - 1 - self.me.rank, m)
+        pairs = zip(inputs, targets, strict=True)
+        losses = [self._forward(*pair, m) for pair in islice(pairs, warm_up)]
+        # Phase 2, steady state: one forward, one backward
+        for pair in pairs:
+            losses.append(self._forward(*pair, m))
+            self._backward()
+        # Phase 3, cool-down: the backwards that are left
+        for _ in range(warm_up):
+            self._backward()
+        for work, _ in self.sent:
+            work.wait()
+        return torch.stack(losses).sum() if self.last else None
+
+    def _forward(self, x: Tensor, target: Tensor, m: int) -> Tensor:
+        x = x if self.first else self._receive(self.me.rank - 1).requires_grad_()
+        y = self.stage(x)
+        if self.last:
+            y = self.loss_of(y, target) / m
+        else:
+            self._send(y.detach().contiguous(), self.me.rank + 1)
+        self.begun.append((x, y))
+        return y.detach()
+
+    def _backward(self) -> None:
+        x, y = self.begun.popleft()
+        y.backward(None if self.last else self._receive(self.me.rank + 1))
+        if not self.first and x.grad is not None:
+            self._send(x.grad, self.me.rank - 1)
+
+    def _receive(self, source: int) -> Tensor:
+        self.me.irecv(x := torch.empty_like(self.activation), source).wait()
         return x
 
-    def send(x: Tensor, to: int) -> None:
-        sent.append((me.isend(x, to), x))
-
-    def forward(number: int) -> None:
-        x = inputs[number] if first else receive(me.rank - 1).requires_grad_()
-        y = stage(x)
-        if last:
-            y = loss_of(y, targets[number]) / m
-            total.add_(y.detach())
-        else:
-            send(y.detach().contiguous(), me.rank + 1)
-        begun.append((x, y))
-
-    def backward() -> None:
-        x, y = begun.popleft()
-        y.backward(None if last else receive(me.rank + 1))
-        if not first and x.grad is not None:
-            send(x.grad, me.rank - 1)
-
-    # Phase 1, warm-up: as many forwards as there are stages behind this one
-    warm_up = min(me.size - 1 - me.rank, m)
-    for number in range(warm_up):
-        forward(number)
-    # Phase 2, steady state: one forward, one backward
-    for number in range(warm_up, m):
-        forward(number)
-        backward()
-    # Phase 3, cool-down: the backwards that are left
-    for _ in range(warm_up):
-        backward()
-    for work, _ in sent:
-        work.wait()
-    return total if last else None
+    def _send(self, x: Tensor, to: int) -> None:
+        self.sent.append((self.me.isend(x, to), x))

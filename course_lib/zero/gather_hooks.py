@@ -19,7 +19,11 @@ from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_compiled
-from course_lib.data_parallel.gradients import need_plain_backward, tensors_kept
+from course_lib.data_parallel.gradients import (
+    need_plain_backward,
+    tensors_kept,
+    tensors_within,
+)
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.offload import Offload
 
@@ -99,7 +103,7 @@ def _before_forward(flat_params: list[FlatParam], part: nn.Module, args: Any, kw
 def _after_forward(flat_params: list[FlatParam], part: nn.Module, args: Any, output: Any) -> None:
     """Free after forward; gather again when the output's gradient is complete."""
     _free(flat_params)
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    tensors = [one for leaf in tree_leaves(output) for one in tensors_within(leaf)]
     if not tensors and torch.is_grad_enabled():
         raise CourseError(
             "ZeRO3: need tensors as a module's output, or tuples, lists and dicts of them; "

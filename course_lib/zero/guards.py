@@ -7,7 +7,7 @@ shard what is sharded already. Notebooks 09_zero, 10_fsdp.
 
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn, optim
@@ -121,6 +121,10 @@ class FSDPGrad(Tensor):
         if frame.f_code.co_qualname == "_get_total_norm":
             refuse("FSDP", "shards", "torch.nn.utils.get_total_norm", FSDPShard.instead[CLIP])
         return cast(torch.device, DEVICE.__get__(self))
+
+    def norm(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: it would be that of this rank's rows."""
+        refuse("FSDP", "shards", "grad.norm()", FSDPShard.instead[CLIP])
 
     def __deepcopy__(self, _memo: Any) -> Tensor:
         return self.clone()

@@ -56,7 +56,8 @@ class WholeZeRO2:
 
     def _reduce(self, number: int, param: Tensor) -> None:
         """Phase 1, in backward: send a gradient as soon as it is complete, and free it."""
-        assert param.grad is not None
+        if param.grad is None:
+            return
         slots, param.grad = self._slots(param.grad), None
         own = torch.empty_like(slots[0])
         work = dist.reduce_scatter_single(

@@ -7,7 +7,6 @@ import weakref
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -130,7 +129,7 @@ class GoesOn(Sharded):
         super().finish()
 
     def state(self):
-        found, parts = super().state(), ("module", "optimizer", "schedule")
+        found, parts = super().state(), ("model", "optimizer", "schedule")
         saved = [copy.deepcopy(getattr(self, part).state_dict()) for part in parts]
         self.__init__(self.law, self.rank, self.p)
         for part, state in zip(parts, saved, strict=True):
@@ -658,7 +657,7 @@ def tied_across():
 
 class Hides(nn.Linear):
     def forward(self, x):
-        return SimpleNamespace(hidden=super().forward(x))
+        return iter([super().forward(x)])
 
 
 def early_step(rank):
@@ -706,7 +705,7 @@ REFUSED = [
         lambda rank: FSDP(nn.Linear(2, 2, device="meta")),
     ),
     ("got a sparse one for weight", sparse),
-    ("got SimpleNamespace", lambda rank: FSDP(Hides(2, 2))(torch.ones(1, 2))),
+    ("got list_iterator", lambda rank: FSDP(Hides(2, 2))(torch.ones(1, 2))),
     ("have changed since", early_step),
     ("need a group that holds this rank", lambda rank: FSDP(blocks(), group="all")),
     (

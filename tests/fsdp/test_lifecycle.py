@@ -150,6 +150,50 @@ class Reader(Net):
         return super().forward(x) + nn.functional.linear(x, self.blocks[0].weight)[:, :2]
 
 
+def clipped_by_hand(loop):
+    loop.loss().backward()
+    torch.stack([param.grad.norm() for param in loop.params()])
+
+
+class Counts(nn.Linear):
+    """It has a state that is no tensor."""
+
+    count = 0
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+def test_a_state_that_is_no_tensor_is_restored(pools):
+    def counts(rank):
+        model, others = FSDP(Counts(3, 3)), [FSDP(Counts(3, 3)) for _ in range(2)]
+        model.module.count = 7
+        others[0].load_full_state_dict(model.full_state_dict())
+        others[1].load_state_dict(model.state_dict())
+        return [other.module.count for other in others]
+
+    assert pools(2).run(counts) == [[7, 7]] * 2
+
+
+def test_the_whole_weights_of_a_call_of_the_module_are_new_ones(pools):
+    """As that of a `generate`, which is a method of the module."""
+
+    def outputs(rank):
+        loop = Sharded()
+        loop.loss().backward()
+        x = torch.ones(1, 3).double()
+        with torch.no_grad():
+            loop.module(x)
+            for shard in loop.params():
+                shard.data.zero_()
+            return loop.module(x).abs().max().item()
+
+    assert pools(2).run(outputs) == [0, 0]
+
+
 def read_in_evaluation(loop):
     with torch.no_grad():
         loop.loss()
@@ -167,9 +211,14 @@ TOLD = {
     "FSDP: need a backward that computes gradients only; got create_graph=True": (
         lambda rank: Sharded().loss().backward(create_graph=True)
     ),
-    "got that of the wrapped module, which has this rank's shards": (
+    "got that of the wrapped module, or of one around it, with this rank's shards": (
         lambda rank: Sharded().module.state_dict()
     ),
+    "or of one around it": lambda rank: nn.ModuleDict({"g": Sharded().model}).state_dict(),
+    "got the state of a plain module. Try load_full_state_dict": (
+        lambda rank: Sharded().model.load_state_dict(Net().state_dict())
+    ),
+    "got grad.norm(), which sees this rank's alone": lambda rank: clipped_by_hand(Sharded()),
     "FSDP: need a model outside of a process group": lambda rank: copy.deepcopy(FSDP(Net())),
     "outside of a process group to copy": lambda rank: copy.deepcopy(FSDP(Net()).module),
     "process group to copy or pickle": lambda rank: AveragedModel(FSDP(Net())),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib.fsdp.whole import WholeFSDP
-from course_lib.pipeline.whole import one_f_one_b_whole
+from course_lib.pipeline.whole import WholePipeline
 from course_lib.ranks import RankError
 from course_lib.zero.whole import WholeZeRO2
 from tests.law.law import WORLDS, Replicas, assert_laws, ways
@@ -76,7 +76,7 @@ def pipelined(rank, m):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double() for _ in range(p)]
     x, y = (torch.randn(2 * m, 3).double().chunk(m) for _ in "xy")
-    loss = one_f_one_b_whole(layers[rank], x, y, F.mse_loss, x[0])
+    loss = WholePipeline(layers[rank], F.mse_loss, x[0]).step(x, y)
     whole = F.mse_loss(nn.Sequential(*layers)(torch.cat(x)), torch.cat(y))
     wanted = torch.autograd.grad(whole, layers[rank].parameters())
     torch.testing.assert_close([p.grad for p in layers[rank].parameters()], [*wanted])
@@ -94,7 +94,7 @@ def test_1f1b_on_one_screen_has_the_numbers_of_one_process(pools, world_size):
 def test_micro_batches_of_unequal_sizes_are_refused(pools):
     def step(rank):
         x = torch.ones(3, 3).split(2)
-        one_f_one_b_whole(nn.Linear(3, 3), x, x, F.mse_loss, x[0])
+        WholePipeline(nn.Linear(3, 3), F.mse_loss, x[0]).step(x, x)
 
     with pytest.raises(RankError, match=r"need as many inputs as targets, all equally large"):
         pools(2).run(step)
