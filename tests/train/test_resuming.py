@@ -20,7 +20,16 @@ from course_lib.core.records import read_runs
 from course_lib.train.checkpoint import lock_folder
 from course_lib.train.progress import Progress
 from course_lib.train.trainer import Trainer, train
-from tests.train.training_runs import EXACT, SPEC, TOLERANCE, losses, refused, same, trained
+from tests.train.training_runs import (
+    EXACT,
+    SPEC,
+    TOLERANCE,
+    losses,
+    own_state,
+    refused,
+    same,
+    trained,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -152,7 +161,7 @@ def interrupted(rank, config, at_step, interrupt):
             told = str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return told, trainer.progress.step, trainer.is_done, trainer.model.state_dict()
+    return told, trainer.progress.step, trainer.is_done, own_state(trainer.model)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -27,7 +27,12 @@ def trained(rank, config):
     trainer = Trainer(rank, config)
     record = trainer.run()
     moments = trainer.adapter.optimizer.state_dict()["state"]
-    return record, trainer.model.state_dict(), moments, trainer.progress
+    return record, own_state(trainer.model), moments, trainer.progress
+
+
+def own_state(model):
+    """What this rank has of a model's state: under FSDP its shards."""
+    return {name: x.detach() for name, x in model.state_dict(keep_vars=True).items()}
 
 
 def same(state, other, **tolerance):

@@ -206,7 +206,7 @@ ENGINE = Exercise(
         observe_on_rank=run_steps,
         runs=runs_of,
         trouble=(
-            ("raised", "floating point|used as indices", TOKENS),
+            ("raised", "floating point dtype|used as indices", TOKENS),
             ("raised", "'(NoneType|int)'.*'wait'", NO_HANDLE),
             ("raised", "class 'NoneType'|NoneType.*'(clone|detach|contiguous|data)'", NO_GRAD),
             ("raised", "does not require grad", gradients.NO_GRAPH),
