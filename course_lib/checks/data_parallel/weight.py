@@ -67,8 +67,8 @@ CACHED = Cause(
 LOOK = Cause("Scale this rank's own loss, by b_r * p / (the sum of all b_r).")
 NAN_OF_NONE = Cause("The mean over no items is 0/0, and 0 * nan is nan: return a zero.")
 HIDDEN = Cause(
-    "The loss of real items is nan or infinite, as of a model that has diverged, and you return "
-    "a number: nobody would notice. Only a rank without items counts zero."
+    "The loss of real items is nan or infinite, as of a model that has diverged: scale it like any "
+    "other, without nan_to_num or clamp, or nobody would notice. Only no items count zero."
 )
 NO_ITEMS = Cause(
     "A rank may have no items, and perhaps none has any: 0/0 is nan or an error, and the loss of "
@@ -246,6 +246,7 @@ WEIGHT = Exercise(
                 lambda at: _number(at, _share(at) * at.world_size),
                 rtol=_rounding,
                 what="the gradient by the loss",
+                predicates=((lambda at, *_: not math.isfinite(_loss(at)), HIDDEN),),
                 look=OTHER_SLOPE,
             ),
             *budget("all_reduce", [8], ONCE),
@@ -267,6 +268,7 @@ WEIGHT = Exercise(
             also=((f"({FACTOR})", "num_items * dist.get_world_size() / total"),),
         ),
         Edit("loss * (", "loss.nan_to_num() * (", HIDDEN),
+        Edit("loss * (", "loss.nan_to_num(posinf=float('inf')) * (", HIDDEN),
         Edit("loss * (", "loss.clamp(max=6e4) * (", HIDDEN),
         Edit(SUMS, f"if num_items:\n    {SUMS}", EVERY_RANK),
         Edit("loss * (", "loss.detach() * (", NO_GRAPH),

@@ -47,7 +47,10 @@ SCALED_UP = Cause("A gradient below max_norm was scaled up: the factor is at mos
 CUT_OFF = Cause("Single values were cut off: scale the whole gradient instead.")
 NOT_SET = Cause("The last step's gradient is still in master.grad: set it, do not add to it.")
 SAYS_NOT = Cause("Return True if it stepped, False if the step was skipped.")
-LOOK = Cause("Do all of it in fp32: unscale, check that all is finite, clip, step, copy.")
+LOOK = Cause(
+    "Do each of these once, in fp32: unscale, check that all is finite, clip (a norm below "
+    "max_norm stays as it is), step, copy."
+)
 
 
 def _step(
