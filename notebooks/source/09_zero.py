@@ -480,14 +480,14 @@ show(*pictures.sent_by_stage(counts, sent))
 #
 # ## 7 Clip by the whole norm
 #
-# Gradients are often clipped: they are scaled down so that their norm is at most `max_norm`. But a
-# rank has only a shard of them.
+# Gradients are often clipped: scaled down so that their norm is at most `max_norm`. But a rank has
+# only a shard.
 #
 # ### Exercise 5 (further): one norm for all
 #
 # Scale the shards in place, and return the norm before clipping. If it is at most `max_norm`, or 0,
-# change nothing. A rank may have no shards. Shards may be fp16 or bf16: square and add in fp32 or
-# fp64. Budget: one all-reduce of one number. About 8 lines, 10 minutes.
+# change nothing. A rank may have no shards. Shards may be fp16: square and add in fp32. Budget: one
+# all-reduce of one number. About 8 lines, 10 minutes.
 #
 # <details><summary>Hint: it hangs</summary>
 # Only the all-reduce tells whether to clip, so every rank calls it.
@@ -514,8 +514,8 @@ def clip_shards(grads, max_norm):
 check("zero-5", clip_shards)
 
 # %% [markdown]
-# With its local norm, each rank would scale its shard by a different factor. Nothing fails, but the
-# gradient points in another direction.
+# With its local norm, each rank would scale its shard differently. Nothing fails, but the gradient
+# points elsewhere.
 #
 # **If parameters are sharded, a sum over all parameters needs every rank.**
 #

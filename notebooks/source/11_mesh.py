@@ -377,10 +377,9 @@ print(f"all squares of all ranks: {naive:.2f}; each number once: {right:.2f}")
 #
 # `parts` lists this rank's gradients, averaged along dp, as tuples `(grad, split, first)`. `split`
 # says whether `grad` is a shard along tp; otherwise all ranks along tp have the same `grad`.
-# `first` says whether this is the first stage that holds the parameter; it is False for the second
-# copy of a tied parameter. Scale all gradients in place, so that the norm of the whole gradient is
-# at most `max_norm`; return the norm before scaling. A gradient may be fp16: square it in fp32 or
-# fp64. About 9 lines.
+# `first` is False for the second copy of a tied parameter, on a later stage, otherwise True.
+# Scale all gradients in place, so that the norm of the whole gradient is at most `max_norm`; return
+# the norm before scaling. `grad` may be fp16: square it in fp32. About 9 lines.
 #
 # <details><summary>Hint: the norm is too large</summary>
 # Which ranks hold the same numbers? Only one of them contributes their squares, the others 0.

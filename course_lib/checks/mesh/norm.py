@@ -46,6 +46,7 @@ ALONG_DP = Cause("Ranks along dp have the same gradient: its squares count once.
 REPLICATED = Cause("What is whole along tp counts on one of these ranks, not on each.")
 NOT_WHOLE = Cause("What is whole along tp is missing: it counts on one of the ranks along tp.")
 SHARDS = Cause("Shards along tp differ: each counts, not only that of the first rank along tp.")
+STAGE_0 = Cause("Only stage 0 counts: `first` says of each gradient whether this stage counts it.")
 TIED = Cause("A tied parameter is on two stages: it counts on the first one that holds it.")
 ROOTS = Cause("Norms do not add up, squares do: take the root at the end.")
 LARGEST = Cause("That is the largest norm of a rank: add up the squares of all ranks instead.")
@@ -53,11 +54,14 @@ NO_ROOT = Cause("Those are the squares: the norm is the root of their sum.")
 BEFORE = Cause("Return the norm before clipping, as clip_grad_norm_ does.")
 ENLARGED = Cause("A norm below the limit leaves the gradient alone: the factor is at most 1.")
 NOT_ALL = Cause("Every gradient is scaled, also those that another rank has counted.")
-NOT_SCALED = Cause("The gradients are as they were: scale them in place, in their own memory.")
+NOT_SCALED = Cause("The gradients are as they were: scale them in place, by max_norm / norm.")
 PART = Cause("A gradient need not be contiguous: multiply it as it is, in place.")
 SIGNS = Cause("Clipping keeps the signs: multiply the gradients, nothing else.")
 ALL_CALL = Cause("Every rank of a group makes the call, also one that adds no squares.")
-LOOK = Cause("Who holds which number? Add each square once, over all ranks of a replica.")
+LOOK = Cause(
+    "Who holds which number? Add each square once, over all ranks of a replica; the norm is the "
+    "root of that sum."
+)
 
 
 @dataclass
@@ -140,6 +144,13 @@ def _of(
 
 
 RIGHT = _of("tp", "pp")
+
+
+def _of_stage_0(at: At) -> Tensor:
+    """Return the norm of what the first stage counts."""
+    mesh = _mesh(at)
+    ranks = [r for r in mesh.group(at.rank, "tp", "pp") if mesh.coordinates(r)["pp"] == 0]
+    return torch.tensor(sum(_squares(at, r, _once) for r in ranks), dtype=torch.float64).sqrt()
 
 
 def _scaled(
@@ -260,6 +271,7 @@ NORM = Exercise(
                     (ALONG_DP, _of("tp", "pp", "dp")),
                     (ONE_AXIS, _of("tp")),
                     (ONE_AXIS, _of("pp")),
+                    (STAGE_0, _of_stage_0),
                     (OWN, _of(counts=_everything)),
                     (OWN, _of()),
                     (ROOTS, _of("tp", "pp", total=lambda many: sum(s**0.5 for s in many))),
@@ -302,6 +314,7 @@ NORM = Exercise(
         Edit(COUNTS, 'split or mesh.index("tp") == 0', TIED),
         Edit(COUNTS, "True", REPLICATED),
         Edit(COUNTS, 'first and split or mesh.index("tp") == 0', TIED),
+        Edit("if first and", 'if mesh.index("pp") == 0 and', STAGE_0),
         Edit(COUNTS, "first and split", NOT_WHOLE),
         Edit(COUNTS, 'first and mesh.index("tp") == 0', SHARDS),
         Edit("torch.zeros((), dtype=torch.float64)", "torch.zeros(())", ALIKE,
