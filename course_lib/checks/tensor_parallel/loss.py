@@ -71,7 +71,7 @@ NEAREST = Cause(
     "contributes its logit, the others contribute 0."
 )
 OWN_LOGIT = Cause("The target's logit is missing on the ranks that do not have it: sum it, too.")
-NO_ENTRY = Cause("-100 is no vocabulary entry: leave those targets out.")
+NO_ENTRY = Cause("Leave out the tokens whose target is -100, on every rank, and no other tokens.")
 AFTER_SHIFT = Cause(
     "Ranks leave out different tokens: compare `targets` with -100, on every rank alike. Less "
     "`first`, they are other numbers on each rank."
@@ -81,7 +81,7 @@ FROM_RANK = Cause(
 )
 WHOSE = Cause(
     "Is each target's logit counted once, from the rank that has it? Is the sum of exponentials "
-    "that of all ranks? And does every rank subtract the same maximum?"
+    "that of all ranks? Does every rank subtract the same maximum? Only targets of -100 are left out."
 )
 CALLERS = Cause("It belongs to the caller, who still needs it: work on a copy.")
 NO_GRADIENT = Cause(
