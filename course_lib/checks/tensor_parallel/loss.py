@@ -81,7 +81,7 @@ FROM_RANK = Cause(
 )
 WHOSE = Cause(
     "Is each target's logit counted once, from the rank that has it? Is the sum of exponentials "
-    "that of all ranks? Does every rank subtract the same maximum? Only targets of -100 are left out."
+    "that of all ranks? Do all subtract the same maximum? Are only targets of -100 left out?"
 )
 CALLERS = Cause("It belongs to the caller, who still needs it: work on a copy.")
 NO_GRADIENT = Cause(
