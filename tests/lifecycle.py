@@ -86,6 +86,26 @@ class Penalizing(Net):
         self.blocks = nn.ModuleList([Penalized(3, 3), PenalizedInDict(3, 3)])
 
 
+class InPlace(Net):
+    """A block that changes its input, a part it may leave out, and a buffer of one number."""
+
+    class Block(nn.Linear):
+        def forward(self, x):
+            x += self.bias
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.skips = False
+        self.blocks[1] = self.Block(3, 3)
+        self.register_buffer("expanded", torch.randn(1, 1).expand(3, 3))
+
+    def forward(self, x):
+        for block in self.blocks[int(self.skips) :]:
+            x = torch.tanh(block(x * 2)) @ self.expanded
+        return self.head(x)
+
+
 class Loop:
     """A plain module with SGD in one process; an engine's loop overrides what it does otherwise."""
 
@@ -115,6 +135,9 @@ class Loop:
 
     def finish(self) -> None:
         """Complete the gradients."""
+
+    def clip(self, max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(self.params(), max_norm)
 
     def zero_grad(self, **options: bool) -> None:
         self.optimizer.zero_grad(**options)
@@ -250,6 +273,24 @@ def hooked(loop):
         param.register_post_accumulate_grad_hook(step)
     for _ in range(2):
         loop.loss().backward()
+
+
+def skipped(loop, **options):
+    """A block without a gradient after one of zeros, or after none."""
+    loop.step()
+    loop.zero_grad(**options)
+    loop.module.skips = True
+    loop.step()
+
+
+def by_the_optimizer(loop):
+    """Everything through the optimizer, as in one process."""
+    for _ in range(2):
+        loop.optimizer.zero_grad()
+        loop.loss().backward()
+        loop.finish()
+        loop.clip(0.5)
+        loop.optimizer.step()
 
 
 def steps(loop):

@@ -24,7 +24,14 @@ def broadcast_together(tensors: Iterable[Tensor], group: Group = None) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])  # [sum of numels]
         dist.broadcast(flat, root, group)
         for tensor, values in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-            tensor.data.copy_(values.view(tensor.shape))  # .data: backward may have saved it
+            overwrite(tensor, values.view(tensor.shape))
+
+
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor; an expanded one, whose numbers share memory, gets its own."""
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        tensor.data = tensor.data.contiguous()
+    tensor.data.copy_(values)  # .data: backward may have saved it
 
 
 def group_alike(tensors: Sequence[Tensor], most_bytes: float = math.inf) -> list[list[int]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from course_lib.collectives.coalesced import overwrite
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_compiled
 from course_lib.data_parallel.gradients import PLAIN, tensors_within
@@ -216,7 +217,8 @@ def share_buffers(module: nn.Module, groups: ShardingGroups) -> None:
                 for member in (groups.replicas, groups.shard):  # down the first column, then rows
                     if member is not None:
                         dist.broadcast(values, member.global_rank(0), member.group)
-                part._buffers[name] = here.copy_(values)
+                overwrite(here, values)
+                part._buffers[name] = here
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

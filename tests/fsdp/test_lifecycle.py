@@ -48,6 +48,7 @@ LAW = [
     (lifecycle.hooked, {}, {}),
     (lifecycle.steps, {"build": lifecycle.Normed}, {}),
     (lifecycle.steps, {"build": lifecycle.Complex}, {}),
+    (lifecycle.steps, {"build": lifecycle.InPlace}, {}),
 ]
 
 
