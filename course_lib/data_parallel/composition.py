@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from course_lib.collectives.group import Group
@@ -73,6 +74,9 @@ def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
             got = f"one with {name} in it, which averages gradients, too"
             _refuse(where, "a module without another wrapper", got, f"{where}(module) alone")
     for name, param in module.named_parameters():
+        if is_lazy(param):
+            got = f"{name}, which has none yet"
+            _refuse(where, "parameters with shapes", got, "one forward of the module before")
         for method, _ in splits_of(param):
             if method != TENSOR_PARALLEL:
                 _refuse_part(name, method, where)
