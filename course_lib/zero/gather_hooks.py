@@ -6,14 +6,14 @@ them when the gradient of the module's output is complete, and frees them when t
 or when all gradients of the flat parameter are. Notebook 09_zero.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group
@@ -91,13 +91,17 @@ def _before_forward(flat_params: list[FlatParam], part: nn.Module, args: Any, kw
     _gather(flat_params)
     if not torch.is_grad_enabled():
         return None
-    leaves, tree = tree_flatten((args, kwargs))
-    indices = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    if indices:
-        passed = _BackwardEnd.apply(partial(_free, flat_params), *(leaves[n] for n in indices))
-        for n, tensor in zip(indices, passed, strict=True):
-            leaves[n] = tensor
-    return tree_unflatten(leaves, tree)
+    views: list[Tensor] = []
+
+    def view_of(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            views.append(tensor := tensor.view_as(tensor))
+        return tensor
+
+    inputs = tree_map_only(Tensor, view_of, (args, kwargs))
+    if views:
+        register_multi_grad_hook(views, lambda _grads: _free(flat_params))
+    return inputs
 
 
 def _after_forward(flat_params: list[FlatParam], part: nn.Module, args: Any, output: Any) -> None:
@@ -117,22 +121,6 @@ def _after_forward(flat_params: list[FlatParam], part: nn.Module, args: Any, out
 def _before_backward(flat_params: list[FlatParam], _grad: Tensor) -> None:
     need_plain_backward("ZeRO3", "ZeRO2")
     _gather(flat_params)
-
-
-class _BackwardEnd(torch.autograd.Function):
-    """Identity; its backward calls `free` when the gradients of all tensors are complete."""
-
-    @staticmethod
-    def forward(ctx: Any, free: Callable[[], None], *tensors: Tensor) -> Any:
-        ctx.free = free
-        ctx.set_materialize_grads(False)
-        return tensors
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.free()
-        return None, *grads
 
 
 @torch.no_grad()
