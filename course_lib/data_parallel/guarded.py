@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch._C import TensorBase
 
 from course_lib.core.errors import CourseError
@@ -19,7 +19,7 @@ from course_lib.data_parallel.composition import wrapper_of
 
 CLIP, CLIP_VALUE = "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"
 CLIP_WITH, SCALER = "torch.nn.utils.clip_grads_with_norm_", "torch.amp.GradScaler"
-MODULE_CLEAR = "module.zero_grad()"
+MODULE_CLEAR, STEP = "module.zero_grad()", "optimizer.step()"
 TORCH_DDP, FULLY_SHARD = "PyTorch's DistributedDataParallel", "PyTorch's FSDP"
 READERS = {  # the code that reads a gradient, or the device as wrappers do, by its qualified name
     "clip_grad_norm_": CLIP,
@@ -29,6 +29,13 @@ READERS = {  # the code that reads a gradient, or the device as wrappers do, by 
     "Module.zero_grad": MODULE_CLEAR,
     "DistributedDataParallel.__init__": TORCH_DDP,
     "_move_states_to_device": FULLY_SHARD,
+    **{
+        one._init_group.__qualname__: STEP
+        for one in vars(optim).values()
+        if hasattr(one, "_init_group")
+    },
+    "LBFGS._gather_flat_grad": STEP,
+    "SparseAdam.step": STEP,
 }
 GRAD: Any = vars(TensorBase)["grad"]  # the properties that ours stand in front of
 DEVICE: Any = vars(TensorBase)["device"]
@@ -47,7 +54,10 @@ class GuardedParameter(nn.Parameter):
         code = (frame := sys._getframe(1)).f_code
         if code.co_qualname in READERS or code.co_name[0] == "<":  # all others fast
             self._check(frame)
-        return GRAD.__get__(self)
+        grad = GRAD.__get__(self)
+        if grad is None:
+            self._check_taken(frame)
+        return cast("Tensor | None", grad)
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
@@ -73,6 +83,9 @@ class GuardedParameter(nn.Parameter):
         """Whether a part of its gradient is kept where clearing `grad` does not reach it."""
         return False
 
+    def _check_taken(self, frame: FrameType) -> None:
+        """Check that code which finds no gradient does not take this for no gradient at all."""
+
     def _check(self, frame: FrameType) -> None:
         """Check that the code that reads does not take this part for the whole."""
         name = frame.f_code.co_qualname.partition(".<locals>")[0]  # also in a comprehension
@@ -89,7 +102,9 @@ class DDPParameter(GuardedParameter):
     """A parameter whose gradient is this rank's own until `finish()`."""
 
     engine, part = "DDP", "gradients"
-    instead: ClassVar = dict.fromkeys((CLIP, CLIP_WITH, CLIP_VALUE, SCALER), "model.finish() first")
+    instead: ClassVar = dict.fromkeys(
+        (CLIP, CLIP_WITH, CLIP_VALUE, SCALER, STEP), "model.finish() first"
+    )
 
     @property
     def is_part(self) -> bool:

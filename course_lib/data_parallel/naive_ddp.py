@@ -7,12 +7,13 @@ replicas are equal. Notebook 05_data_parallel.
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.collectives.coalesced import overwrite
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
@@ -54,6 +55,7 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
         self._broadcast_buffers, self._known = broadcast_buffers, {*module.parameters()}
         self._buffers_may_differ = False  # as PyTorch has it: after a forward that will be synced
         self.is_unfinished = False  # True from backward to finish
+        self._versions: list[int] = []  # of the parameters when it began
         broadcast_state(module, group)
         for param in module.parameters():
             if param.requires_grad:
@@ -63,6 +65,7 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output, computed with the first rank's buffers."""
         check_not_replaced(self)
+        self._check_finished()
         if self._buffers_may_differ and self._broadcast_buffers and self.training:
             _broadcast(self.module.buffers(), self.group)
         self._buffers_may_differ = self._syncs and self.training and torch.is_grad_enabled()
@@ -81,14 +84,43 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
         p = dist.get_world_size(self.group)
         for param in self._with_gradient():
             grad = _gradient_of(param)
+            if grad.is_sparse:
+                self._refuse_sparse(param)
             total = grad.contiguous()
             dist.all_reduce(total, group=self.group)
             grad.copy_(total / p)
         self._mark(unfinished=False)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also those of a backward that nobody will finish."""
+        check_not_replaced(self)
+        self._check_finished()
+        super().zero_grad(set_to_none)
+        self._mark(unfinished=False)
+
+    def _refuse_sparse(self, param: nn.Parameter) -> NoReturn:
+        name = next(name for name, one in self.module.named_parameters() if one is param)
+        raise CourseError(
+            f"{type(self).__name__}: need dense gradients; got a sparse one for {name}. "
+            "Try sparse=False in its nn.Embedding."
+        )
+
     def _mark_ready(self) -> None:
         if self._syncs and not self.is_unfinished:
             self._mark(unfinished=True)
+            self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [param._version for param in self.module.parameters()]
+
+    def _check_finished(self) -> None:
+        """Check that nobody has stepped parameters with gradients that are not means yet."""
+        if self.is_unfinished and self._versions_now() != self._versions:
+            raise CourseError(
+                f"rank {dist.get_rank()}, {type(self).__name__}: need finish() after backward; got "
+                "parameters that have changed before it. Try model.finish() before the step, and "
+                "model.zero_grad() at once for gradients that nobody wants."
+            )
 
     def _mark(self, *, unfinished: bool) -> None:
         """Guard the parameters until finish."""
@@ -148,7 +180,7 @@ def _broadcast(tensors: Iterable[Tensor], group: Group) -> None:
     for tensor in tensors:
         values = tensor.detach().contiguous()
         dist.broadcast(values, root, group=group)
-        tensor.copy_(values)
+        overwrite(tensor, values)
 
 
 def _gradient_of(param: nn.Parameter) -> Tensor:

@@ -58,6 +58,8 @@ LAW = [
     (lifecycle.accumulated, {}, {}),
     (lifecycle.dropped, {}, {}),
     (lifecycle.penalized, {}, {}),
+    (lifecycle.by_the_optimizer, {}, {}),
+    (lifecycle.steps, {"build": lifecycle.InPlace}, {}),
     (lifecycle.steps, {"build": lifecycle.Complex}, {}),
 ]
 
@@ -101,7 +103,37 @@ def clipped_before_finish(loop):
     nn.utils.clip_grad_norm_(loop.module.parameters(), 1.0)
 
 
+def never_finished(loop, step=lambda made: made.optimizer.step()):
+    def train(rank):
+        made = loop()
+        for _ in range(2):
+            made.loss().backward()
+            step(made)
+            made.optimizer.zero_grad()
+
+    return train
+
+
+def stepped_by_hand(made):
+    with torch.no_grad():
+        for param in made.module.parameters():
+            param.sub_(param.grad, alpha=0.1)
+
+
+def sparse(rank):
+    model = NaiveDDP(nn.Embedding(3, 2, sparse=True))
+    model(torch.arange(3)).sum().backward()
+    model.finish()
+
+
 TOLD = {
+    "got optimizer.step(), which sees this rank's alone. Try model.finish()": never_finished(Naive),
+    "got optimizer.step(), which sees this rank's": never_finished(Buckets),
+    "NaiveDDP: need finish() after backward; got parameters that have changed before it": (
+        never_finished(Naive, stepped_by_hand)
+    ),
+    "NaiveDDP: need dense gradients; got a sparse one for weight": sparse,
+    "NaiveDDP: need parameters with shapes; got weight": lambda rank: NaiveDDP(nn.LazyLinear(2)),
     "DDP: need code that knows of the gradients of all ranks; got torch.nn.utils.clip_grad_norm_": (
         lambda rank: clipped_before_finish(Buckets())
     ),
