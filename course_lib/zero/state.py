@@ -5,21 +5,41 @@ state of one process, which fits any number of ranks. A checkpoint of shards tha
 ranks, too, needs each piece as boxes of its parameter. Notebook 09_zero.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from course_lib.core.errors import CourseError
 from course_lib.core.shards import Shard, boxes_of_range
+from course_lib.data_parallel.gradients import some_names
 from course_lib.zero.flat_layout import Piece
 
-COUNTERS = ("step",)  # optimizer state that is one number per parameter: never cut or joined
+COUNTERS = (
+    "step",
+    "mu_product",
+    "eta",
+    "mu",
+)  # optimizer state that is one number per parameter: never cut or joined
 
 
 def on_host(value: Any) -> Any:
     """Return a copy of a tensor in the host's memory, and any other value as it is."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def need_keys(state: Container[str], keys: Sequence[str], where: str, attempt: str) -> None:
+    """Check that a state to load has all it needs.
+
+    Raises:  CourseError that names what it lacks
+    """
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise CourseError(
+            f"{where}: need a state with {some_names(keys)}; got one without "
+            f"{some_names(missing)}. Try {attempt}."
+        )
 
 
 def numbered_groups(param_groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

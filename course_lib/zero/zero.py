@@ -10,7 +10,9 @@ one before, and overrides only what it shards in addition. Notebook 09_zero.
     optimizer       shard                     shard                      shard
 """
 
+import weakref
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -38,9 +40,10 @@ from course_lib.zero.guards import ZeROParameter, need_elementwise
 from course_lib.zero.offload import Offload
 from course_lib.zero.reducer import Reducer, agree_on_used
 from course_lib.zero.sharded_optimizer import ShardedOptimizer, need_some
-from course_lib.zero.state import on_host, range_shard
+from course_lib.zero.state import need_keys, on_host, range_shard
 
 BUCKET_BYTES = 25 * 2**20
+EXTRA = "_extra_state"  # the end of the name of what a module's get_extra_state returns
 CLEAR = "engine.zero_grad()"  # that of the module does not reach the shards
 
 
@@ -51,7 +54,8 @@ class ZeRO1(NotCopied):
     engine.zero_grad(); loss_of(engine(inputs)).backward(); engine.step()
 
     Several backward passes before a step accumulate; clear gradients with the engine's zero_grad(),
-    as a module's does not reach their shards. Parameters and buffers are broadcast from the
+    as a module's does not reach their shards. `param.grad` is this rank's own before `finish()`, and
+    None after it: read, clip or log the mean through the engine. Parameters and buffers are broadcast from the
     group's first rank; its buffers again before each forward in training.
 
     param_groups  as for the optimizer; default: all trainable parameters
@@ -97,6 +101,7 @@ class ZeRO1(NotCopied):
             flat_params=self.flat_params,
             **defaults,
         )
+        self.optimizer.engine = weakref.ref(self)
         self.reducer, self._agreed = Reducer(self.flat_params), False
         self._in_backward = False
         self._trained = {param for one in self.flat_params for param in one.params}
@@ -142,7 +147,7 @@ class ZeRO1(NotCopied):
     def finish(self) -> None:
         """Reduce-scatter all remaining gradients, and keep this rank's shard of their mean.
 
-        `step` and `clip_grad_norm_` call it.
+        `step` and `clip_grad_norm_` call it, also those of the optimizer.
         """
         self._check_backward_ended()
         require_known(self.module, self._trained, type(self).__name__)
@@ -153,19 +158,20 @@ class ZeRO1(NotCopied):
 
     def step(self) -> None:
         """Step this rank's shard, then gather the parameters."""
-        self.finish()
         self.optimizer.step()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient so that its norm is at most max_norm; return the norm before."""
-        self.finish()
         return self.optimizer.clip_grad_norm_(max_norm)
 
-    def zero_grad(self) -> None:
-        """Clear all gradients."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, or set those that exist to zeros."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def begin_round(self) -> None:
+        """Forget what backward has done; the optimizer's zero_grad calls it."""
         self.reducer.reset()
         self._agreed, self._in_backward = False, False
-        self.optimizer.zero_grad()
 
     @property
     def all_flat_params(self) -> list[FlatParam]:
@@ -176,7 +182,7 @@ class ZeRO1(NotCopied):
         """Return this rank's shard of everything: for the same rank of an equally large group."""
         return {
             "shards": [flat_param.shard.clone() for flat_param in self.all_flat_params],
-            "others": {name: tensor.clone() for name, tensor in self._others().items()},
+            "others": deepcopy(self._others()),
             "optimizer": self.optimizer.state_dict(),
         }
 
@@ -186,19 +192,22 @@ class ZeRO1(NotCopied):
 
         Raises:  CourseError for that of another rank
         """
+        where, others = f"{type(self).__name__}.load_state_dict", self._others()
+        attempt = "engine.state_dict(), or load_full_state_dict() for another"
+        need_keys(state, ("shards", "others", "optimizer"), where, attempt)
+        need_keys(state["others"], [*others], where, attempt)
         kept = [[*shard.shape] for shard in state["shards"]]
         wanted = [[*flat_param.shard.shape] for flat_param in self.all_flat_params]
         if kept != wanted:
             raise CourseError(
-                f"{type(self).__name__}.load_state_dict: need shards of {wanted[:3]}; got "
-                f"{kept[:3]}. Try full_state_dict() and load_full_state_dict(): any layout fits."
+                f"{where}: need shards of {wanted[:3]}; got {kept[:3]}. "
+                "Try full_state_dict() and load_full_state_dict(): any layout fits."
             )
         for flat_param, shard in zip(self.all_flat_params, state["shards"], strict=True):
             flat_param.shard.copy_(shard)
             if not flat_param.only_shard:
                 flat_param.gather()
-        for name, tensor in self._others().items():
-            tensor.copy_(state["others"][name])
+        self.module.load_state_dict({name: state["others"][name] for name in others}, strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
 
     @torch.no_grad()
@@ -222,18 +231,28 @@ class ZeRO1(NotCopied):
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `full_state_dict()` of any stage and any number of ranks."""
+        where = f"{type(self).__name__}.load_full_state_dict"
+        attempt = (
+            "engine.full_state_dict(), or {'model': ..., 'optimizer': ...} of one process's two"
+        )
+        need_keys(state, ("model", "optimizer"), where, attempt)
         model, saved = self.module.state_dict(keep_vars=True), state["model"]
         if model.keys() != saved.keys():
             odd = sorted(model.keys() ^ saved.keys())
             raise CourseError(
-                f"{type(self).__name__}.load_full_state_dict: need the state of the same model; "
+                f"{where}: need the state of the same model; "
                 f"got one that differs in {some_names(odd)}. Try the model it was saved with."
             )
+        for name, shard in self.shards().items():
+            if not name.endswith(EXTRA) and saved[name].shape != shard.shape:
+                raise CourseError(
+                    f"{where}: need {name} of shape {[*shard.shape]}; got "
+                    f"{[*saved[name].shape]}. Try the model it was saved with."
+                )
         values = {id(tensor): saved[name] for name, tensor in model.items()}
         for flat_param in self.all_flat_params:
             flat_param.load([values[id(param)] for param in flat_param.params])
-        for name, tensor in self._others().items():
-            tensor.copy_(saved[name])
+        self.module.load_state_dict({name: saved[name] for name in self._others()}, strict=False)
         self.optimizer.load_full_state_dict(state["optimizer"])
 
     def shards(self) -> dict[str, Shard]:
@@ -251,18 +270,20 @@ class ZeRO1(NotCopied):
             for piece in one.pieces:
                 shape, part = one.layout.shapes[piece.index], piece.within(one.shard)
                 found[id(one.params[piece.index])] = range_shard(shape, piece.start, part)
-        model = self.module.state_dict(keep_vars=True)
+        state = self.module.state_dict(keep_vars=True)
+        model = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
         for tensor in model.values():
             box = Box.whole(tensor.shape)
             pieces = [(box, tensor.detach())] if box.numel else []
             found.setdefault(id(tensor), Shard(box.sizes, pieces))
         return {name: found[id(tensor)] for name, tensor in model.items()}
 
-    def _others(self) -> dict[str, Tensor]:
-        """Return buffers, and frozen parameters that belong to no flat parameter."""
+    def _others(self) -> dict[str, Any]:
+        """Return buffers, extra state, and frozen parameters that belong to no flat parameter."""
         flat = {id(param) for flat_param in self.all_flat_params for param in flat_param.params}
         model = self.module.state_dict(keep_vars=True)
-        return {name: x.detach() for name, x in model.items() if id(x) not in flat}
+        others = {name: x for name, x in model.items() if id(x) not in flat}
+        return {n: x.detach() if isinstance(x, Tensor) else x for n, x in others.items()}
 
 
 class ZeRO2(ZeRO1):
