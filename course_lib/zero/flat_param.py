@@ -61,6 +61,7 @@ class FlatParam(NotCopied):
     grad_shard   this rank's part of the mean gradient [padded_numel / p]; None before there is one
     buffer       accumulated gradients before their reduce_scatter [padded_numel], or None
     used         indices of the parameters that have a gradient
+    arrived      indices of the parameters whose gradient backward has computed in this round
     missing      indices of the parameters whose gradient is not in `buffer` yet
     stepped      the optimizer has used the gradients, and nobody has cleared them since
     """
@@ -83,7 +84,7 @@ class FlatParam(NotCopied):
         self.buffer: Tensor | None = None
         self.pending: PendingReduceScatter | None = None
         self.grad_shard: Tensor | None = None
-        self.used: set[int] = set()
+        self.used, self.arrived = set[int](), set[int]()
         self.missing, self.stepped = set(range(len(self.params))), False
 
     # --- parameters
@@ -173,9 +174,8 @@ class FlatParam(NotCopied):
 
     @property
     def holds_grads(self) -> bool:
-        """Whether a part of the mean gradient is here, and the optimizer has not stepped it."""
-        held = (self.grad_shard, self.buffer, self.pending)
-        return not self.stepped and any(one is not None for one in held)
+        """Whether a part of the mean gradient is here, which `param.grad` does not show."""
+        return any(one is not None for one in (self.grad_shard, self.buffer, self.pending))
 
     def follow_params(self) -> None:
         """Take over what others than the optimizer have written into parameters since last time.
@@ -248,6 +248,12 @@ class FlatParam(NotCopied):
                 )
             buffer[start : start + param.grad.numel()].add_(param.grad.reshape(-1))
             param.grad = None
+        elif index in self.arrived:
+            raise CourseError(
+                f"rank {dist.get_rank()}, ZeRO: need gradients that stay until engine.step(); got "
+                f"none for {self.names[index]}, which backward had computed. Try no hook that "
+                "clears it, and engine.zero_grad() for gradients that nobody wants."
+            )
         self.missing.discard(index)
 
     def _open_buffer(self) -> Tensor:
@@ -263,7 +269,7 @@ class FlatParam(NotCopied):
         """
         for index in sorted(self.missing):
             self.accumulate(index)
-        self.missing = set(range(len(self.params)))
+        self.missing, self.arrived = set(range(len(self.params))), set()
         whole, self.buffer = self._open_buffer(), None
         shard = self.flat.new_empty(self.layout.shard_numel)  # [padded_numel / p]
         with call_for(self.names[0]):
@@ -279,9 +285,14 @@ class FlatParam(NotCopied):
         self.grad_shard = mean if self.grad_shard is None else self.grad_shard.add_(mean)
         self.pending = None
 
-    def clear_grads(self) -> None:
-        """Free the gradient shard and the buffer; a reduce_scatter in flight is discarded."""
+    def clear_grads(self, *, to_zeros: bool = False) -> None:
+        """Free the gradient shard and the buffer; a reduce_scatter in flight is discarded.
+
+        With to_zeros a gradient that existed is zero: its parameter is stepped all the same.
+        """
         if self.pending is not None:
             self.pending.work.wait()
-        self.grad_shard, self.buffer, self.pending, self.used = None, None, None, set()
+        self.used = self.used if to_zeros else set()
+        self.grad_shard = self.flat.new_zeros(self.layout.shard_numel) if self.used else None
+        self.buffer, self.pending, self.arrived = None, None, set()
         self.missing, self.stepped = set(range(len(self.params))), False

@@ -7,6 +7,7 @@ shard what is sharded already. Notebooks 09_zero, 10_fsdp.
 
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -24,11 +25,15 @@ from course_lib.data_parallel.guarded import (
     DEVICE,
     MODULE_CLEAR,
     SCALER,
+    STEP,
     GuardedParameter,
     refuse,
 )
 
-ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)  # and their state is simple enough to shard
+ELEMENTWISE = (
+    *(SGD, Adam, AdamW, Adagrad, RMSprop),
+    *(optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.Rprop),
+)
 WHOLE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)  # whole, or sparse, tensors
 
 
@@ -70,6 +75,7 @@ class ZeROParameter(GuardedParameter):
         **dict.fromkeys((CLIP, CLIP_WITH, CLIP_VALUE), "engine.clip_grad_norm_(max_norm)"),
         SCALER: "bfloat16, which needs no scaler, or DDP and a ShardedOptimizer",
         MODULE_CLEAR: "engine.zero_grad()",
+        STEP: "engine.step()",
     }
 
     @property
@@ -80,7 +86,27 @@ class ZeROParameter(GuardedParameter):
     @property
     def is_kept(self) -> bool:
         """Whether the engine holds gradients to step; after the step it asks to be cleared."""
-        return any(one.holds_grads for one in wrapper_of(self).flat_params)
+        return any(one.holds_grads and not one.stepped for one in wrapper_of(self).flat_params)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """True. An optimizer asks when made. Raises: CourseError for another than the engine's"""
+        reader = sys._getframe(1).f_locals.get("self")
+        is_other = isinstance(reader, Optimizer) and not getattr(reader, "flat_params", ())
+        if is_other and self.is_part:
+            refuse("ZeRO", "shards", f"{type(reader).__name__}(params)", self.instead[STEP])
+        return True
+
+    def _check_taken(self, frame: FrameType) -> None:
+        if frame.f_globals.get("__name__", "").startswith(("torch.", "course_lib.")):
+            return
+        engine = wrapper_of(self)
+        if self.requires_grad and any(x.holds_grads for x in getattr(engine, "flat_params", ())):
+            raise CourseError(
+                "ZeRO: need code that knows of the shards of all ranks; got a reader of "
+                "param.grad, which the engine has moved to its shards. Try "
+                "engine.clip_grad_norm_(max_norm), or param.register_hook for each gradient."
+            )
 
 
 class FSDPShard(GuardedParameter):
@@ -89,7 +115,7 @@ class FSDPShard(GuardedParameter):
     engine = "FSDP"
     instead: ClassVar = {
         **dict.fromkeys((CLIP, CLIP_WITH), "model.clip_grad_norm_(max_norm)"),
-        CLIP_VALUE: "",
+        **dict.fromkeys((CLIP_VALUE, STEP), ""),
         SCALER: "ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler",
     }
 
@@ -188,7 +214,7 @@ def need_elementwise(optimizer_cls: type[Optimizer], where: str = "ShardedOptimi
         name = getattr(optimizer_cls, "__name__", repr(optimizer_cls))
         raise CourseError(
             f"{where}: need an optimizer that steps each number by itself, such as "
-            f"{', '.join(cls.__name__ for cls in ELEMENTWISE)}; got "
+            f"{', '.join(cls.__name__ for cls in ELEMENTWISE[:5])}; got "
             f"{name}{' with a step of its own' if known else ''}. A shard holds pieces of "
             "tensors. Try torch.optim.AdamW, or elementwise = True in a class of your own."
         )

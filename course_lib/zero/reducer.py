@@ -43,6 +43,7 @@ class Reducer:
                 "use_reentrant=False.)"
             )
         flat_param.used.add(index)
+        flat_param.arrived.add(index)
         self.is_open = True
 
     def launch(self, number: int) -> None:

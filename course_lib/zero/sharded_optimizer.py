@@ -4,6 +4,7 @@ After a step the parameters are all-gathered, so every rank has all of them. Gra
 averaged before: `ShardedOptimizer` is an optimizer to use with DDP. Notebook 09_zero.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -18,14 +19,26 @@ from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import ParamShard
-from course_lib.data_parallel.composition import check_norm_is_whole, check_same_parameters
+from course_lib.data_parallel.composition import (
+    check_norm_is_whole,
+    check_same_parameters,
+    wrapper_of,
+)
 from course_lib.data_parallel.gradients import NotCopied
+from course_lib.data_parallel.guarded import refuse
 from course_lib.zero.clip import clip_shards
 from course_lib.zero.flat_layout import Piece
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.guards import need_elementwise
 from course_lib.zero.offload import Offload
-from course_lib.zero.state import cut_state, join_state, numbered_groups, on_host, range_shard
+from course_lib.zero.state import (
+    cut_state,
+    join_state,
+    need_keys,
+    numbered_groups,
+    on_host,
+    range_shard,
+)
 
 
 class ShardedOptimizer(NotCopied, Optimizer):
@@ -63,6 +76,8 @@ class ShardedOptimizer(NotCopied, Optimizer):
         need_elementwise(optimizer_cls)
         params = list(params)
         need_some(params)
+        self.flat_params = [*(flat_params or ())]  # guarded parameters ask for them now
+        self.engine: weakref.ref[Any] | None = None  # it has to reduce the gradients
         super().__init__(params, defaults)
         trained = [param for group in self.param_groups for param in group["params"]]
         need_some([param for param in trained if param.is_floating_point()])
@@ -70,9 +85,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
         if flat_params is None:
             named = ((f"parameter {n}", param) for n, param in enumerate(trained))
             check_same_parameters(named, group, "ShardedOptimizer")
-        self.flat_params = (
-            list(flat_params) if flat_params is not None else _flat_params_of(trained, group)
-        )
+            self.flat_params = _flat_params_of(trained, group)
         self.offload = (
             Offload(self.flat_params[0].flat.device) if offload is True else offload or None
         )
@@ -114,6 +127,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._complete_grads("step")
         self._follow_params()
         for flat_param in self.flat_params:
             flat_param.check_views()
@@ -136,16 +150,36 @@ class ShardedOptimizer(NotCopied, Optimizer):
         """
         params = (param for one in self.flat_params for param in one.params)
         check_norm_is_whole(params, "ShardedOptimizer")
+        self._complete_grads("clip_grad_norm_")
         shards = [grad for one in self.flat_params for _, grad in one.grads()]
         grads = [grad for one in self.flat_params for grad in one.all_grads()]
         device = self.flat_params[0].flat.device
         return clip_shards(shards, max_norm, self.process_group, device, scaled=grads)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, whole ones and shards."""
+        """Clear the gradients, whole ones and shards, or set those that exist to zeros."""
+        if engine := self._engine():
+            engine.begin_round()
         super().zero_grad(set_to_none)
         for flat_param in self.flat_params:
-            flat_param.clear_grads()
+            flat_param.clear_grads(to_zeros=not set_to_none)
+
+    def _engine(self) -> Any:
+        """Return the engine whose optimizer this is, or None."""
+        engine = self.engine and self.engine()
+        if self.engine and engine is None:
+            raise CourseError(
+                "ShardedOptimizer: need the engine that it belongs to, which reduces the gradients;"
+                " got one that is gone. Try to keep the engine, and engine.step()."
+            )
+        return engine
+
+    def _complete_grads(self, method: str) -> None:
+        """Let an engine reduce the gradients. Raises: CourseError if DDP has not finished"""
+        if engine := self._engine():
+            engine.finish()
+        elif getattr(wrapper_of(self.flat_params[0].params[0]), "is_unfinished", False):
+            refuse("DDP", "gradients", f"ShardedOptimizer.{method}", "model.finish() first")
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the state: for the same rank of an equally large group."""
@@ -164,9 +198,11 @@ class ShardedOptimizer(NotCopied, Optimizer):
 
         Raises:  CourseError for that of another rank or of another group size
         """
-        group = self.process_group
+        keys, group = ("inner", "masters", "rank", "group_size"), self.process_group
+        attempt = "optimizer.state_dict(), or load_full_state_dict() for that of a plain optimizer"
+        need_keys(state_dict, keys, "ShardedOptimizer.load_state_dict", attempt)
         mine = (dist.get_rank(group), dist.get_world_size(group))
-        saved = (state_dict.get("rank"), state_dict.get("group_size"))
+        saved = (state_dict["rank"], state_dict["group_size"])
         if saved != mine:
             raise CourseError(
                 f"rank {dist.get_rank()}, ShardedOptimizer.load_state_dict: need the shard of rank "
@@ -214,11 +250,13 @@ class ShardedOptimizer(NotCopied, Optimizer):
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `full_state_dict()` of any world size, or the state of the plain optimizer."""
+        where = "ShardedOptimizer.load_full_state_dict"
+        need_keys(state_dict, ("state", "param_groups"), where, "optimizer.full_state_dict()")
         numbers = [[*group["params"]] for group in state_dict["param_groups"]]
         wanted = [group["params"] for group in numbered_groups(self.param_groups)]
         if numbers != wanted:
             raise CourseError(
-                "ShardedOptimizer.load_full_state_dict: need the state of parameter groups of "
+                f"{where}: need the state of parameter groups of "
                 f"{[*map(len, wanted)]} parameters; got {[*map(len, numbers)]}. "
                 "Try the same model and the same groups."
             )

@@ -24,6 +24,7 @@ class Stage1(Loop):
 
     def wrap(self):
         self.model = self.stage(self.module, torch.optim.SGD, bucket_bytes=80, **self.SGD)
+        self.optimizer = self.model.optimizer
 
     def params(self):
         return list(self.module.parameters())
@@ -32,8 +33,11 @@ class Stage1(Loop):
         self.loss().backward()
         self.model.step()
 
-    def zero_grad(self):
-        self.model.zero_grad()
+    def clip(self, max_norm):
+        self.optimizer.clip_grad_norm_(max_norm)
+
+    def zero_grad(self, **options):
+        self.model.zero_grad(**options)
 
     def weights(self):
         state = self.model.full_state_dict()["model"]
@@ -59,6 +63,8 @@ class Optimizer(Loop):
     def finish(self):
         self.model.finish()
 
+    clip = Stage1.clip
+
     def no_sync(self):
         return self.model.no_sync()
 
@@ -68,6 +74,9 @@ class Optimizer(Loop):
 
 LAW = [
     (lifecycle.failed_backward, {}),
+    (lifecycle.failed_backward, {}, {"set_to_none": False}),
+    (lifecycle.by_the_optimizer, {}),
+    (lifecycle.skipped, {"build": lifecycle.InPlace}, {"set_to_none": False}),
     (lifecycle.failed_among_others, {}, {"clear": lambda loop: loop.zero_grad()}),
     (lifecycle.changed_through_data, {}),
     (lifecycle.freeze_and_unfreeze, {}),
@@ -176,7 +185,123 @@ def outside(use):
     return lambda rank: use(list(engine_of(ZeRO3)[1].module.parameters()))
 
 
+def made_after(make):
+    """Another optimizer of an engine's parameters."""
+
+    def loop(rank):
+        _made, engine = engine_of(ZeRO1)
+        make(engine.module.parameters())
+
+    return loop
+
+
+def made_before(stage, *, finishes):
+    def loop(rank):
+        module = Net()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine = stage(module, torch.optim.SGD, lr=0.1)
+        engine(torch.ones(2, 3)).sum().backward()
+        if finishes:
+            engine.finish()
+        optimizer.step()
+
+    return loop
+
+
+def hooked(stage, *, before=False):
+    """A hook steps and clears each gradient in backward."""
+
+    def step(param):
+        param.data.sub_(param.grad, alpha=0.1)
+        param.grad = None
+
+    def loop(rank):
+        module = Net()
+        params = [*module.parameters()]
+        for param in params if before else ():
+            param.register_post_accumulate_grad_hook(step)
+        engine = stage(module, torch.optim.SGD, lr=0.1)
+        for param in () if before else params:
+            param.register_post_accumulate_grad_hook(step)
+        engine(torch.ones(2, 3)).sum().backward()
+        engine.step()
+
+    return loop
+
+
+def clipped_by_hand(rank):
+    made, engine = engine_of(ZeRO2)
+    made.loss().backward()
+    for param in engine.module.parameters():
+        if param.grad is not None:
+            param.grad.clamp_(-1, 1)
+
+
+def unfinished_ddp(use):
+    def loop(rank):
+        made = Optimizer()
+        made.loss().backward()
+        use(made.optimizer)
+
+    return loop
+
+
+def engine_gone(rank):
+    optimizer = engine_of(ZeRO1)[1].optimizer
+    optimizer.step()
+
+
+def loading(method, state):
+    return lambda rank: getattr(engine_of(ZeRO1)[1], method)(state)
+
+
+def other_shape(rank):
+    _, engine = engine_of(ZeRO1)
+    state = engine.full_state_dict()
+    state["model"]["head.weight"] = torch.ones(3, 3)
+    engine.load_full_state_dict(state)
+
+
 TOLD = {
+    "ZeRO: need code that knows of the shards of all ranks; got Adam(params)": (
+        made_after(torch.optim.Adam)
+    ),
+    "got ShardedOptimizer(params), which sees": (
+        made_after(lambda params: ShardedOptimizer(params, torch.optim.SGD))
+    ),
+    "got optimizer.step(), which sees this rank's alone. Try engine.step()": (
+        made_before(ZeRO1, finishes=False)
+    ),
+    "which sees this rank's alone. Try engine.step()": made_before(ZeRO2, finishes=True),
+    "this rank's alone. Try engine.step()": made_before(ZeRO3, finishes=True),
+    "ZeRO: need gradients that stay until engine.step(); got none for ": hooked(ZeRO1),
+    "which backward had computed. Try no hook that clears it": hooked(ZeRO2, before=True),
+    "got a reader of param.grad, which the engine has moved to its shards": hooked(ZeRO2),
+    "which the engine has moved to its shards": hooked(ZeRO3),
+    "Try engine.clip_grad_norm_(max_norm), or param.register_hook": clipped_by_hand,
+    "got ShardedOptimizer.step, which sees this rank's alone. Try model.finish() first": (
+        unfinished_ddp(lambda optimizer: optimizer.step())
+    ),
+    "got ShardedOptimizer.clip_grad_norm_, which sees": (
+        unfinished_ddp(lambda optimizer: optimizer.clip_grad_norm_(1.0))
+    ),
+    "need the engine that it belongs to, which reduces the gradients": engine_gone,
+    "ZeRO1.load_state_dict: need a state with shards, others, optimizer; got one without shards": (
+        loading("load_state_dict", Net().state_dict())
+    ),
+    "ZeRO1.load_full_state_dict: need a state with model, optimizer; got one without model": (
+        loading("load_full_state_dict", Net().state_dict())
+    ),
+    "got one without optimizer. Try engine.full_state_dict()": (
+        loading("load_full_state_dict", {"model": Net().state_dict()})
+    ),
+    "ShardedOptimizer.load_full_state_dict: need a state with state, param_groups": (
+        loading("load_full_state_dict", {"model": Net().state_dict(), "optimizer": {}})
+    ),
+    "ZeRO1.load_full_state_dict: need head.weight of shape [2, 3]; got [3, 3]": other_shape,
+    "ZeRO1: need parameters with shapes; got weight, which has none yet": (
+        lambda rank: ZeRO1(nn.LazyLinear(2), torch.optim.SGD)
+    ),
     "ZeRO1: need a model outside of a process group": lambda rank: copy.deepcopy(
         engine_of(ZeRO1)[1]
     ),
@@ -218,6 +343,33 @@ TOLD = {
 
 def test_what_an_engine_cannot_follow_is_told_in_one_sentence(pools):
     assert_told(pools, 2, TOLD)
+
+
+class Counting(Net):
+    """A module with a state that is no tensor."""
+
+    count = 0
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("stage", [ZeRO1, ZeRO3])
+def test_extra_state_of_modules_is_saved_and_loaded(pools, stage):
+    def counts(rank):
+        found = []
+        for save, load in [(name, f"load_{name}") for name in ("state_dict", "full_state_dict")]:
+            engines = [engine_of(stage, build=Counting)[1] for _ in range(2)]
+            engines[0].module.count = 3
+            getattr(engines[1], load)(getattr(engines[0], save)())
+            assert "_extra_state" not in engines[0].shards()
+            found.append(engines[1].module.count)
+        return found
+
+    assert pools(2).run(counts) == [[3, 3]] * 2
 
 
 def test_a_whole_module_is_copied_without_its_engine(pools):

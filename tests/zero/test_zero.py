@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from course_lib.core import CourseError, ModelSpec
 from course_lib.core.parallelism import Parallelism
 from course_lib.cost.traffic import sent_bytes
+from course_lib.data_parallel.guarded import GRAD
 from course_lib.ddp import DDP
 from course_lib.memory import model_states
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
@@ -436,7 +437,7 @@ def owned_bytes(engine):
     """Bytes of parameters, gradients and optimizer state on this rank, each storage once."""
     seen, flat_params = set(), engine.all_flat_params
     params = [*engine.module.parameters(), *(t for x in flat_params for t in (x.flat, x.shard))]
-    grads = [param.grad for param in engine.module.parameters()]
+    grads = [GRAD.__get__(param) for param in engine.module.parameters()]
     grads += [t for x in flat_params for t in (x.grad_shard, x.buffer)]
     state = [flat_param.master for flat_param in engine.flat_params]
     for values in engine.optimizer.inner.state.values():
@@ -561,7 +562,7 @@ def test_a_whole_gradient_does_not_outlive_its_bucket(pools):
                 in_flight = [one.pending.input for one in self.flat_params if one.pending]
                 filling = [one.buffer for one in self.flat_params if one.buffer is not None]
                 self.most = max(self.most, len(in_flight) + len(filling))
-                assert all(param.grad is None for param in self.module.parameters())
+                assert all(GRAD.__get__(x) is None for x in self.module.parameters())
 
         layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
         engine = Watched(layers, torch.optim.SGD, lr=0.1, bucket_bytes=8 * 9 * 4)
