@@ -4,15 +4,14 @@ Split by columns, each rank computes some of the outputs from the whole input. S
 rank takes some of the inputs and computes a partial sum of every output; the partial sums are added
 up. A column-parallel layer followed by a row-parallel one needs no communication in between, if
 what happens there is elementwise. (nn.Linear stores its weight as [out, in]: the columns of the
-matrix are the rows of `weight`.) Sizes that p does not divide are padded with zeros, which stay
-zero. Notebook 07_tensor_parallel.
+matrix are the rows of `weight`.) Sizes that p does not divide are padded with zeros, which no layer
+computes with: they get no gradient, and stay zero. Notebook 07_tensor_parallel.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +20,7 @@ from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import ShapeError
 from course_lib.data_parallel.composition import TENSOR_PARALLEL, mark_split
 from course_lib.data_parallel.gradients import NotCopied
-from course_lib.tensor_parallel.overlap import overlapped_columns
+from course_lib.tensor_parallel.overlap import WeightAndBias, overlapped_columns
 from course_lib.tensor_parallel.regions import (
     copy_to_region,
     gather_columns,
@@ -37,6 +36,7 @@ class ShardedLayer(NotCopied, nn.Module):
     """Base class of layers that hold this rank's shard of some of their parameters.
 
     shards   by parameter name: the dim that is split, and its whole size
+    parts    of that dim on this rank: how much is the whole parameter's, how much is padding
     """
 
     weight: nn.Parameter
@@ -48,6 +48,7 @@ class ShardedLayer(NotCopied, nn.Module):
         self.member = member_of(group, type(self).__name__)
         self.group, self.sequence_parallel = group, sequence_parallel
         self.shards: dict[str, tuple[int, int]] = {}
+        self.parts = 0, 0
 
     def take_shard(self, name: str, whole: Tensor | None, dim: int) -> None:
         """Register this rank's shard of a whole parameter, trainable if that one is."""
@@ -55,8 +56,15 @@ class ShardedLayer(NotCopied, nn.Module):
         if whole is not None:
             self.shards[name] = (dim, whole.shape[dim])
             shard = nn.Parameter(own_shard(whole.detach(), dim, self.group), whole.requires_grad)
+            size = shard.shape[dim]
+            own = min(max(whole.shape[dim] - self.member.rank * size, 0), size)
+            self.parts = own, size - own
             mark_split(shard, TENSOR_PARALLEL, self.member.ranks)
         self.register_parameter(name, shard)
+
+    def without_padding(self, x: Tensor, dim: int) -> Tensor:
+        """Return what is not padding of a tensor with a split dim; the padding gets no gradient."""
+        return x.split(self.parts, dim)[0] if self.parts[1] else x
 
     def enter(self, x: Tensor) -> Tensor:
         """Enter the parallel region: every rank gets the whole sequences."""
@@ -82,6 +90,8 @@ class ColumnParallelLinear(ShardedLayer):
     whole          layer whose weights are taken; None: initialized as nn.Linear does
     """
 
+    padding: ClassVar[float] = 0.0  # the outputs beyond the last one
+
     def __init__(
         self,
         in_features: int,
@@ -105,18 +115,25 @@ class ColumnParallelLinear(ShardedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, [..., out/tp]; all of them with gather_output."""
-        out = self._columns(x, self.bias)  # [batch, seq, out/tp]
+        out = self._columns(x)  # [batch, seq, out/tp without padding]
+        if self.parts[1]:
+            out = F.pad(out, (0, self.parts[1]), value=self.padding)  # [batch, seq, out/tp]
         return gather_columns(out, self.out_features, self.group) if self.gather_output else out
 
-    def _columns(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def matrix(self) -> WeightAndBias:
+        """Return weight and bias without padding."""
+        bias = None if self.bias is None else self.without_padding(self.bias, 0)
+        return self.without_padding(self.weight, 0), bias
+
+    def _columns(self, x: Tensor) -> Tensor:
         """Enter the region and multiply; or hand over what was computed together with others."""
         if self.output is not None:
             out, self.output = self.output, None
             return out
         if self.overlap and self.enters:
-            matrices, way = [(self.weight, bias)], self.sequence_parallel
+            matrices, way = [self.matrix()], self.sequence_parallel
             return overlapped_columns(x, matrices, self.group, sequence_parallel=way)[0]
-        return F.linear(self.enter(x) if self.enters else x, self.weight, bias)
+        return F.linear(self.enter(x) if self.enters else x, *self.matrix())
 
 
 def columns_together(columns: Sequence[ColumnParallelLinear], x: Tensor) -> None:
@@ -124,7 +141,7 @@ def columns_together(columns: Sequence[ColumnParallelLinear], x: Tensor) -> None
 
     Each layer hands its output over when it is called next.
     """
-    matrices, first = [(layer.weight, layer.bias) for layer in columns], columns[0]
+    matrices, first = [layer.matrix() for layer in columns], columns[0]
     way = first.sequence_parallel
     outputs = overlapped_columns(x, matrices, first.group, sequence_parallel=way)
     for layer, output in zip(columns, outputs, strict=True):
@@ -163,7 +180,8 @@ class RowParallelLinear(ShardedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks; each rank has the whole bias and adds it after the sum."""
         x = x if self.input_is_split else split_columns(x, self.group)  # [batch, seq, in/tp]
-        out = self.leave(F.linear(x, self.weight))  # [batch, seq, out], or [batch, seq/tp, out]
+        x, weight = (self.without_padding(one, -1) for one in (x, self.weight))
+        out = self.leave(F.linear(x, weight))  # [batch, seq, out], or [batch, seq/tp, out]
         return out if self.bias is None else out + self.bias
 
 
@@ -206,23 +224,7 @@ class VocabParallelHead(ColumnParallelLinear):
     Shapes:  [batch, seq, hidden] -> [batch, seq, vocab/tp], rounded up
     """
 
-    padding: Tensor | None
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        size = len(self.weight)
-        token = torch.arange(size, device=self.weight.device) + self.member.rank * size
-        none = torch.zeros(size, dtype=self.weight.dtype, device=self.weight.device)
-        minus_inf = none.masked_fill(token >= self.out_features, -math.inf)
-        any_filled = minus_inf.isinf().any()
-        self.register_buffer("padding", minus_inf if any_filled else None, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of this rank's tokens, [..., vocab/tp]; all with gather_output."""
-        logits = self._columns(x, self.padding)  # [batch, seq, vocab/tp]
-        if self.gather_output:
-            return gather_columns(logits, self.out_features, self.group)
-        return logits
+    padding = -math.inf
 
 
 def own_tokens(tokens: Tensor, size: int, group: Group = None) -> tuple[Tensor, Tensor]:

@@ -210,9 +210,7 @@ def same(x, group=None):
 
 
 class NoMinusInf(VocabParallelHead):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.padding = None
+    padding = 0.0
 
 
 split_pair = tensor_parallel._split_pair
@@ -315,6 +313,54 @@ def test_a_layer_that_begins_and_ends_whole_is_a_linear_layer(pools, world_size)
 
     wanted = [layer_case(0, partial(nn.Linear, 7, 10, bias), x) for bias in (True, False)]
     assert_law(pools(world_size).run(cases), [*wanted, *wanted])
+
+
+FUNCTIONS = {  # of which the padding may be 0, not 0, or infinite, in forward or in backward
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "log of square": lambda x: torch.log(x * x),
+    "root of size": lambda x: x.abs().sqrt(),
+}
+
+
+def trained_pair(function, split=lambda *pair: pair):
+    """A pair of matrices with 5 hidden units after three steps, and the outputs before each."""
+    torch.manual_seed(1)
+    pair = nn.Sequential(*split(nn.Linear(4, 5).double(), nn.Linear(5, 3).double()))
+    optimizer = torch.optim.SGD(pair.parameters(), lr=0.1, weight_decay=0.1)
+    x, outs = torch.randn(2, 3, 4).double(), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        out = pair[1](function(pair[0](x)))
+        (out**2).mean().backward()
+        optimizer.step()
+        outs.append(out.detach())
+    return pair, outs
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=nightly)])
+def test_padding_gets_no_gradient_whatever_is_between_the_matrices(pools, world_size, name):
+    """5 hidden units: 3 + 2, 2 + 2 + 1, or 2 + 2 + 1 + 0."""
+
+    def trained(rank, overlap):
+        pair, outs = trained_pair(
+            FUNCTIONS[name],
+            lambda a, b: (
+                ColumnParallelLinear(4, 5, whole=a, overlap=overlap),
+                RowParallelLinear(5, 3, whole=b),
+            ),
+        )
+        shards = [pair[0].weight, pair[0].bias, pair[1].weight]
+        squares = sum(shard.grad.square().sum() for shard in shards)
+        dist.all_reduce(squares)
+        return outs, gather_tensors(pair, grads_of(pair)), squares
+
+    pair, outs = trained_pair(FUNCTIONS[name])
+    grads = grads_of(pair)
+    squares = sum(grad.square().sum() for name, grad in grads.items() if name != "1.bias")
+    for overlap in (False, True):
+        assert_law(pools(world_size).run(trained, overlap), (outs, grads, squares))
 
 
 def both_ends(rank, vocab, embedding_of, head_of):
