@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
 
 from course_lib.collectives.group import Group, describe, member_of
 from course_lib.core.errors import CourseError, ShapeError
@@ -84,7 +85,7 @@ class Pipeline:
         """
         plan = self._plan(schedule, len(inputs))
         has_loss = plan.placement[-1] == self.member.rank
-        weights = _check_batch(inputs, targets, weights) if has_loss else ()
+        weights = _check_batch(inputs, targets, weights, self.loss_fn) if has_loss else ()
         shapes = tuple((tuple(x.shape), x.dtype) for x in inputs)
         comm = StageComm(self.member, plan, self._metas.get(shapes, {}), self.device)
         batch = (inputs, targets or (), weights)
@@ -151,6 +152,7 @@ def _check_batch(
     targets: Sequence[Tensor] | None,
     weights: Sequence[float] | None,
 ) -> Sequence[float]:
+    loss_fn: LossFn,
     """On the rank of the last layers: check targets and weights, and return the weights."""
     for name, given in (("targets", targets), ("weights", weights)):
         if (given is None and name == "targets") or (given and len(given) != len(inputs)):
@@ -159,7 +161,31 @@ def _check_batch(
                 f"micro-batches; got {'none' if given is None else len(given)}. "
                 f"Try {name}.chunk({len(inputs)}), as for the inputs."
             )
-    return shares(targets or ()) if weights is None else weights
+    if weights is None:
+        _check_loss(loss_fn)
+        return shares(targets or ())
+    return weights
+
+
+def _check_loss(loss_fn: LossFn) -> None:
+    """Check that a loss whose options are known is a mean over the targets that `shares` counts."""
+
+    def option(name: str) -> Any:
+        return getattr(loss_fn, "keywords", {}).get(name, getattr(loss_fn, name, None))
+
+    weighs = nn.CrossEntropyLoss, nn.NLLLoss  # others with a weight divide by the number of targets
+    func, ignored = getattr(loss_fn, "func", loss_fn), option("ignore_index")
+    for name, is_other in (
+        ("reduction", option("reduction") in ("sum", "none")),
+        ("ignore_index", ignored not in (None, IGNORED)),
+        ("weight", isinstance(loss_fn, weighs) or func in (F.cross_entropy, F.nll_loss)),
+    ):
+        if is_other and option(name) is not None:
+            raise CourseError(
+                f"rank {dist.get_rank()}, Pipeline.step: need a loss that is the mean over its "
+                f"targets other than {IGNORED}; got one with {name}={option(name)!r}. Try one "
+                f"without {name}, or weights=, with each micro-batch's share of the loss."
+            )
 
 
 def _as_stage(stage: Stage | nn.Module | Sequence[nn.Module]) -> Stage:

@@ -3,6 +3,7 @@
 import gc
 import re
 import sys
+from functools import partial
 from itertools import pairwise
 
 import cloudpickle
@@ -436,6 +437,16 @@ ON_ONE_RANK = [
         another_shape_than_before,
     ),
 ]
+def losing(loss_fn):
+    """A step with class targets and no weights."""
+
+    def on_rank(rank):
+        targets = [torch.tensor([1, 4])] * 2
+        Pipeline(stage_of(rank), loss_fn).step(gpipe(2, 2), batch(2)[0], targets)
+
+    return on_rank
+
+
 
 
 @pytest.mark.parametrize(("says", "broken"), ON_ONE_RANK)
@@ -445,8 +456,14 @@ def test_what_one_rank_cannot_do_ends_the_job(pools, says, broken):
     text = " ".join(str(caught.value).split())
     assert re.search(says, text), text
 
+SUMS = nn.CrossEntropyLoss(reduction="sum"), partial(F.cross_entropy, reduction="sum")
 
 def test_inputs_of_other_shapes_are_no_trouble(pools):
+    ("mean over its targets .* got one with reduction='sum'. Try", losing(SUMS[0])),
+    ("reduction='sum'", losing(SUMS[1])),
+    ("got one with ignore_index=0", losing(nn.CrossEntropyLoss(ignore_index=0))),
+    ("got one with weight=", losing(nn.CrossEntropyLoss(torch.arange(6.0)))),
+    ("got one with weight=", losing(partial(F.cross_entropy, weight=torch.arange(6.0)))),
     def steps(rank):
         pipeline = Pipeline(stage_of(rank), F.mse_loss)
         return [pipeline.step(one_f_one_b(2, 2), *batch(2, items)) for items in (2, 3, 2, 1)]
@@ -455,3 +472,14 @@ def test_inputs_of_other_shapes_are_no_trouble(pools):
     for items, loss in zip((2, 3, 2, 1), losses, strict=True):
         inputs, targets = (torch.cat(tensors) for tensors in batch(2, items))
         torch.testing.assert_close(loss, F.mse_loss(linear_layers()(inputs), targets).detach())
+def test_a_sum_is_right_with_weights(pools):
+    def step(rank):
+        stage = stage_of(rank)
+        pipeline = Pipeline(stage, SUMS[0])
+        targets = [torch.tensor([1, 4])] * 2
+        return pipeline.step(gpipe(2, 2), batch(2)[0], targets, weights=[1.0, 1.0])
+
+    wanted = SUMS[0](linear_layers()(torch.cat(batch(2)[0])), torch.tensor([1, 4, 1, 4]))
+    torch.testing.assert_close(pools(2).run(step)[1], wanted.detach())
+
+
