@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib.collectives.group import Group, member_of
-from course_lib.core.errors import ShapeError
+from course_lib.core.errors import CourseError, ShapeError
 from course_lib.data_parallel.composition import TENSOR_PARALLEL, mark_split
 from course_lib.data_parallel.gradients import NotCopied
 from course_lib.tensor_parallel.overlap import WeightAndBias, overlapped_columns
@@ -191,10 +191,13 @@ class VocabParallelEmbedding(ShardedLayer):
     Shapes:  [batch, seq] -> [batch, seq, hidden]; sequence parallel: to [batch, seq/tp, hidden]
     Cost:    all_reduce of the output in forward; sequence parallel: reduce_scatter of it in
              forward, all_gather in backward
-    Raises:  ShapeError for a token outside the vocabulary
+    Raises:  ShapeError for a token outside the vocabulary; CourseError for a `whole` with max_norm,
+             scale_grad_by_freq or sparse
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3
     """
 
+
+    whole    embedding whose weight and padding_idx are taken; None: one with neither given
     def __init__(
         self,
         vocab: int,
@@ -205,15 +208,25 @@ class VocabParallelEmbedding(ShardedLayer):
         whole: nn.Embedding | None = None,
     ) -> None:
         super().__init__(group, sequence_parallel)
-        self.vocab = vocab
-        self.take_shard("weight", (whole or nn.Embedding(vocab, hidden)).weight, dim=0)
+        whole = whole or nn.Embedding(vocab, hidden)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(whole, option):
+                raise CourseError(
+                    "VocabParallelEmbedding: need an nn.Embedding without max_norm, "
+                    f"scale_grad_by_freq and sparse; got {option}={getattr(whole, option)}. "
+                    "Try one without it, or an embedding that is not split."
+                )
+        self.vocab, self.padding_idx = vocab, whole.padding_idx
+        self.take_shard("weight", whole.weight, dim=0)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return each token's row of the embedding: look up own tokens, sum over the ranks."""
         _check_tokens(tokens, self.vocab, "VocabParallelEmbedding")
         index, mine = own_tokens(tokens, len(self.weight), self.group)
-        rows = F.embedding(index, self.weight)  # [batch, seq, hidden]
-        return self.leave(rows.masked_fill(~mine.unsqueeze(-1), 0))
+        rows = F.embedding(index, self.weight).masked_fill(~mine.unsqueeze(-1), 0)
+        if self.padding_idx is not None:  # its row is looked up, and gets no gradient
+            rows = rows.where((tokens != self.padding_idx).unsqueeze(-1), rows.detach())
+        return self.leave(rows)  # [batch, seq, hidden]
 
 
 class VocabParallelHead(ColumnParallelLinear):

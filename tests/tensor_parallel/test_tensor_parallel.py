@@ -389,6 +389,25 @@ def test_any_vocabulary_is_split(pools, world_size):
     assert_law(pools(world_size).run(ends), wanted)
 
 
+@pytest.mark.parametrize("index", [0, 3, -1])
+def test_a_row_that_is_padding_gets_no_gradient(pools, index):
+    def lookup(split=lambda whole: whole):
+        torch.manual_seed(0)
+        whole = nn.Embedding(5, 3, padding_idx=index).double()
+        nn.init.normal_(whole.weight)
+        layer = split(whole)
+        out = layer(torch.tensor([[0, 3, 4, 3], [1, 0, 2, 4]]))
+        (out**2).sum().backward()
+        return out.detach(), layer
+
+    def split(rank):
+        out, layer = lookup(lambda whole: VocabParallelEmbedding(5, 3, whole=whole))
+        return out, gather_tensors(layer, grads_of(layer))
+
+    out, layer = lookup()
+    assert_law(pools(2).run(split), (out, grads_of(layer)))
+
+
 LOGITS = {
     "small": lambda x: x,
     "too large for exp": lambda x: 1e4 * x,
