@@ -19,7 +19,8 @@ from course_lib.core.errors import CourseError, MeshError
 from course_lib.data_parallel.gradients import NoSync
 
 Split = tuple[str, tuple[int, ...]]  # which method split a parameter, and over which global ranks
-TENSOR_PARALLEL = "tensor parallelism"
+TENSOR_PARALLEL, PIPELINE = "tensor parallelism", "a pipeline"
+MODEL_PARALLEL = TENSOR_PARALLEL, PIPELINE  # these do not average gradients
 FOREIGN = ("torch.nn.parallel.", "torch.distributed.fsdp.")  # modules of PyTorch's own wrappers
 # which wrapper averages the gradient of a parameter: beside it, as copies have none
 _WRAPPERS: MutableMapping[Tensor, weakref.ref[Any]] = WeakIdKeyDictionary()
@@ -63,7 +64,7 @@ def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
     """Check that `where` may average the gradients of a module over a group.
 
     Raises:  CourseError if a wrapper is a part of it, or has split its parameters; MeshError if
-             tensor parallelism has split them over ranks of this group
+             tensor parallelism or a pipeline has split them over ranks of this group
     """
     if not isinstance(module, nn.Module):
         _refuse(where, "an nn.Module", f"an object of {type(module).__name__}", "its module")
@@ -78,7 +79,7 @@ def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
             got = f"{name}, which has none yet"
             _refuse(where, "parameters with shapes", got, "one forward of the module before")
         for method, _ in splits_of(param):
-            if method != TENSOR_PARALLEL:
+            if method not in MODEL_PARALLEL:
                 _refuse_part(name, method, where)
     check_same_parameters(module.named_parameters(), group, where)
 
@@ -86,7 +87,7 @@ def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
 def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: Group, where: str) -> None:
     """Check that no two ranks of a group hold different parts of a parameter.
 
-    Raises:  CourseError for a shard of data parallelism; MeshError for one of tensor parallelism
+    Raises:  CourseError for a shard of data parallelism; MeshError for one of a split model
     """
     ranks = dist.get_process_group_ranks(group)
     for name, param in named:
@@ -95,23 +96,23 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: Group, whe
         for method, others in splits_of(param):
             if len({*ranks} & {*others}) < 2:
                 continue
-            if method != TENSOR_PARALLEL:
+            if method not in MODEL_PARALLEL:
                 _refuse_part(name, method, where)
             raise MeshError(
                 f"{where}: need a group whose ranks hold the same parameters; got ranks {ranks}, "
-                f"and {method} has split {name} over ranks {[*others]}. Try group=, with the "
-                "data-parallel ranks alone."
+                f"and {method} has split the model with {name} over ranks {[*others]}. Try group=, "
+                "with the data-parallel ranks alone."
             )
 
 
 def check_norm_is_whole(params: Iterable[Tensor], where: str) -> None:
     """Check that the gradients' norm over a data-parallel group is that of the whole gradient.
 
-    Raises:  MeshError if tensor parallelism has split a parameter over several ranks
+    Raises:  MeshError if tensor parallelism or a pipeline has split the model over several ranks
     """
     for param in params:
         for method, ranks in splits_of(param):
-            if method == TENSOR_PARALLEL and len(ranks) > 1:
+            if method in MODEL_PARALLEL and len(ranks) > 1:
                 raise MeshError(
                     f"{where}.clip_grad_norm_: need gradients of which this group holds all parts; "
                     f"got some that {method} has split over ranks {[*ranks]}. Try DDP and "

@@ -1,8 +1,9 @@
 """Guarded parameters: code that would take a part of a gradient for all of it is told so.
 
 Before `finish()` each rank has a gradient of its own; under ZeRO and FSDP it has a shard, or
-nothing. `clip_grad_norm_` and a GradScaler would find another norm, or skip another step, on each
-rank. So a guarded parameter looks at who reads it. Notebooks 05_data_parallel to 10_fsdp.
+nothing; of a split model it has its part. `clip_grad_norm_` and a GradScaler would find another
+norm, or skip another step, on each rank. So a guarded parameter looks at who reads it. Notebooks
+05_data_parallel to 10_fsdp.
 """
 
 import sys
@@ -13,9 +14,10 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import Tensor, nn, optim
 from torch._C import TensorBase
+from torch.optim.optimizer import _foreach_supported_types
 
 from course_lib.core.errors import CourseError
-from course_lib.data_parallel.composition import wrapper_of
+from course_lib.data_parallel.composition import MODEL_PARALLEL, splits_of, wrapper_of
 
 CLIP, CLIP_VALUE = "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"
 CLIP_WITH, SCALER = "torch.nn.utils.clip_grads_with_norm_", "torch.amp.GradScaler"
@@ -112,6 +114,26 @@ class DDPParameter(GuardedParameter):
         return getattr(wrapper_of(self), "is_unfinished", False)
 
 
+class PartParameter(GuardedParameter):
+    """A shard of tensor parallelism, or a parameter of one of a pipeline's stages."""
+
+    engine, part = "tensor and pipeline parallelism", "gradients"
+    instead: ClassVar = {
+        **dict.fromkeys(
+            (CLIP, CLIP_WITH),
+            "clip_grad_norm_across(part, mesh, max_norm) of course_lib.mesh, where mesh is a "
+            "RankMesh(Mesh(pp=..., tp=...))",
+        ),
+        SCALER: "bfloat16, which needs no scaler",
+        **dict.fromkeys((CLIP_VALUE, TORCH_DDP, FULLY_SHARD), ""),
+    }
+    device = DEVICE  # nobody who asks is refused
+
+
+# otherwise optimizers on GPUs would loop over the parameters
+_foreach_supported_types.append(PartParameter)
+
+
 def refuse(engine: str, part: str, reader: str, attempt: str) -> NoReturn:
     """Raise the error for a reader that takes this rank's part of a gradient for all of it."""
     raise CourseError(
@@ -121,6 +143,13 @@ def refuse(engine: str, part: str, reader: str, attempt: str) -> NoReturn:
 
 
 def guard(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Make a plain parameter one of these kinds, in place."""
+    """Make a plain parameter one of these kinds, in place; no part of a split model is plain."""
     if type(param) is nn.Parameter or isinstance(param, GuardedParameter):
+        if kind is nn.Parameter and is_part_of_split(param):
+            kind = PartParameter
         param.__class__ = kind
+
+
+def is_part_of_split(param: nn.Parameter) -> bool:
+    """Return whether other ranks have other parts of the model, or of this parameter."""
+    return any(way in MODEL_PARALLEL and len(ranks) > 1 for way, ranks in splits_of(param))

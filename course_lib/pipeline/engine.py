@@ -31,7 +31,7 @@ from course_lib.pipeline.actions import (
 from course_lib.pipeline.p2p import CommPlan, StageComm, TensorMeta
 from course_lib.pipeline.schedule_rules import check_schedule
 from course_lib.pipeline.split_backward import SplitBackward
-from course_lib.pipeline.stage import Stage, share_tied, tied_summed
+from course_lib.pipeline.stage import Stage, mark_stage, share_tied, tied_summed
 from course_lib.ranks import span
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -61,6 +61,7 @@ class Pipeline:
         self.device = torch.device("cpu") if param is None else param.device
         self._checked: tuple[Schedule, int, CommPlan] | None = None
         self._metas: dict[Any, dict[tuple[int, int], TensorMeta]] = {}
+        mark_stage(self.stage, self.member)
         share_tied(self.stage, self.member)
 
     def step(
@@ -151,8 +152,8 @@ def _check_batch(
     inputs: Sequence[Tensor],
     targets: Sequence[Tensor] | None,
     weights: Sequence[float] | None,
-) -> Sequence[float]:
     loss_fn: LossFn,
+) -> Sequence[float]:
     """On the rank of the last layers: check targets and weights, and return the weights."""
     for name, given in (("targets", targets), ("weights", weights)):
         if (given is None and name == "targets") or (given and len(given) != len(inputs)):

@@ -20,6 +20,8 @@ from course_lib.collectives.group import GroupMember
 from course_lib.core.errors import CourseError
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import forward_flop
+from course_lib.data_parallel.composition import PIPELINE, mark_split, splits_of
+from course_lib.data_parallel.guarded import guard
 from course_lib.models import GPT
 from course_lib.pipeline.actions import depths_of, loop_placement
 from course_lib.pipeline.balance import balance_stages
@@ -50,6 +52,15 @@ class Stage(nn.Module):
         super().__init__()
         self.chunks = nn.ModuleList(chunks)
         self.tied, self.depths = list(tied), list(depths)
+
+
+def mark_stage(stage: Stage, member: GroupMember) -> None:
+    """Note that other ranks hold other stages: the norm of this one's gradient is no whole one."""
+    for param in stage.parameters():
+        if (PIPELINE, member.ranks) not in splits_of(param):
+            mark_split(param, PIPELINE, member.ranks)
+        if type(param) is nn.Parameter:
+            guard(param, nn.Parameter)
 
 
 class GPTChunk(GPT):

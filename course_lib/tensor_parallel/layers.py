@@ -20,6 +20,7 @@ from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError, ShapeError
 from course_lib.data_parallel.composition import TENSOR_PARALLEL, mark_split
 from course_lib.data_parallel.gradients import NotCopied
+from course_lib.data_parallel.guarded import guard
 from course_lib.tensor_parallel.overlap import WeightAndBias, overlapped_columns
 from course_lib.tensor_parallel.regions import (
     copy_to_region,
@@ -60,6 +61,7 @@ class ShardedLayer(NotCopied, nn.Module):
             own = min(max(whole.shape[dim] - self.member.rank * size, 0), size)
             self.parts = own, size - own
             mark_split(shard, TENSOR_PARALLEL, self.member.ranks)
+            guard(shard, nn.Parameter)
         self.register_parameter(name, shard)
 
     def without_padding(self, x: Tensor, dim: int) -> Tensor:
@@ -194,10 +196,10 @@ class VocabParallelEmbedding(ShardedLayer):
     Raises:  ShapeError for a token outside the vocabulary; CourseError for a `whole` with max_norm,
              scale_grad_by_freq or sparse
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3
-    """
-
 
     whole    embedding whose weight and padding_idx are taken; None: one with neither given
+    """
+
     def __init__(
         self,
         vocab: int,

@@ -118,7 +118,7 @@ def _split_ends(
     sizes = model.spec.vocab, model.spec.hidden
     embedding = VocabParallelEmbedding(*sizes, whole=model.embedding, **options)
     how: dict[str, Any] = {"gather_output": gather_output, "overlap": overlap, **options}
-    head = VocabParallelHead(*reversed(sizes), False, whole=model.head, **how)
+    head = VocabParallelHead(*sizes[::-1], False, whole=model.head, **how)
     if tied:
         head.weight = embedding.weight
     model.add_module("embedding", embedding)

@@ -21,6 +21,7 @@ from course_lib.ddp import DDP
 from course_lib.fsdp import FSDP
 from course_lib.mesh import Mesh, RankMesh
 from course_lib.models import GPT, next_tokens, token_batch
+from course_lib.pipeline import Pipeline
 from course_lib.tensor_parallel import ColumnParallelLinear, parallel_token_loss, parallelize
 from course_lib.zero import ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3
 
@@ -93,6 +94,11 @@ def alone():
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
+def of_stage(wrapped):
+    """The same, as one of two stages."""
+    return Pipeline(wrapped, nn.functional.mse_loss).stage.chunks[0]
+
+
 ONCE = {
     "DDP": DDP,
     "NaiveDDP": NaiveDDP,
@@ -101,7 +107,9 @@ ONCE = {
 }
 WRAPPED, SHARDED = "need a module without another wrapper", "need whole parameters"
 COPIED = "need a model outside of a process group to copy or pickle"
-TENSOR_PARALLEL = "and tensor parallelism has split embedding.weight over ranks [0, 1]"
+TENSOR_PARALLEL = (
+    "and tensor parallelism has split the model with embedding.weight over ranks [0, 1]"
+)
 REFUSED = {
     "DDP(FSDP)": (lambda: DDP(FSDP(net())), WRAPPED),
     "NaiveDDP(FSDP)": (lambda: NaiveDDP(FSDP(net())), WRAPPED),
@@ -152,11 +160,18 @@ REFUSED = {
         lambda: FSDP(split_gpt(), group=alone()).clip_grad_norm_(1.0),
         "FSDP.clip_grad_norm_: need gradients of which this group holds all parts",
     ),
+    "clipped FSDP of a stage": (
+        lambda: of_stage(FSDP(net(), group=alone())).clip_grad_norm_(1.0),
+        "got some that a pipeline has split over ranks [0, 1]. Try DDP and clip_grad_norm_across",
+    ),
     "clipped ZeRO1 over TP": (
         lambda: ZeRO1(split_gpt(), SGD, alone(), lr=0.5).optimizer.clip_grad_norm_(1.0),
         "need gradients of which this group holds all parts",
     ),
-    "ShardedOptimizer over TP": (lambda: sharded(split_gpt()), "split parameter 0 over"),
+    "ShardedOptimizer over TP": (
+        lambda: sharded(split_gpt()),
+        "split the model with parameter 0 over",
+    ),
     **{
         f"ZeRO3(compiled {name})": (lambda make=make: zero("ZeRO3", make()), f"got {name} compiled")
         for name, make in {

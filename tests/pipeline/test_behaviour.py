@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from course_lib.core import ModelSpec
 from course_lib.core.records import COMPUTE_KINDS
+from course_lib.ddp import DDP
 from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, token_loss
 from course_lib.pipeline import (
@@ -333,6 +334,19 @@ def cut(**options):
     return lambda rank: split_model(linear_layers(), **{"num_stages": 2, "stage": 0, **options})
 
 
+def clipped(clip, *options):
+    def on_rank(rank):
+        stage = stage_of(rank)
+        Pipeline(stage, F.mse_loss)
+        sum(param.sum() for param in stage.parameters()).backward()
+        clip(stage.parameters(), *options)
+        return next(stage.parameters()).grad.max().item()
+
+    return on_rank
+
+
+CLIPS = "tensor and pipeline parallelism: need code that ... got torch.nn.utils.{}, ... "
+CLIPS += "Try clip_grad_norm_across(part, mesh, max_norm) of course_lib.mesh"
 PIPELINE = "ScheduleError: rank {rank}, Pipeline: need "
 REFUSED = [
     ("ScheduleError ... rank 1: need F0, then B0", step(moved(), 2)),
@@ -353,6 +367,16 @@ REFUSED = [
         step(interleaved(2, 4, 2), 4, placement=v_placement(2)),
     ),
     ("MeshError: rank {rank}, Pipeline: need a group that holds", another_ranks_group),
+    (CLIPS.format("clip_grad_norm_"), clipped(nn.utils.clip_grad_norm_, 1.0)),
+    (
+        CLIPS.format("clip_grads_with_norm_"),
+        clipped(nn.utils.clip_grads_with_norm_, 1.0, torch.ones(())),
+    ),
+    (
+        "MeshError: DDP: need a group whose ranks hold the same parameters; got ranks [0, 1], and "
+        "a pipeline has split the model with ",
+        lambda rank: DDP(Pipeline(stage_of(rank), F.mse_loss).stage),
+    ),
     ("need a stage from 0 to 1; got 2", cut(stage=2)),
     (
         "need num_layers for 4 layers (of a GPT: embedding, blocks, head)",
@@ -370,6 +394,12 @@ REFUSED = [
 
 def test_what_cannot_be_is_told_before_anything_is_sent(pools):
     assert_refused(pools(2), REFUSED, silent=True)
+
+
+def test_values_are_clipped_on_a_stage_and_norms_where_it_is_the_only_one(pools):
+    assert pools(2).run(clipped(nn.utils.clip_grad_value_, 0.5)) == [0.5, 0.5]
+    (alone,) = pools(1).run(clipped(nn.utils.clip_grad_norm_, 1.0))
+    assert 0 < alone < 1
 
 
 def test_after_a_refusal_a_step_is_right_again(pools):
@@ -407,6 +437,16 @@ def targets_that_do_not_count(rank):
     Pipeline(stage_of(rank), F.cross_entropy).step(gpipe(2, 2), batch(2)[0], targets)
 
 
+def losing(loss_fn):
+    """A step with class targets and no weights."""
+
+    def on_rank(rank):
+        targets = [torch.tensor([1, 4])] * 2
+        Pipeline(stage_of(rank), loss_fn).step(gpipe(2, 2), batch(2)[0], targets)
+
+    return on_rank
+
+
 def another_shape_than_before(rank):
     stage = stage_of(rank)
     pipeline = Pipeline(stage, F.mse_loss)
@@ -416,8 +456,14 @@ def another_shape_than_before(rank):
     pipeline.step(gpipe(2, 1), *batch(1))
 
 
+SUMS = nn.CrossEntropyLoss(reduction="sum"), partial(F.cross_entropy, reduction="sum")
 ON_ONE_RANK = [
     ("need targets for 2 micro-batches; got none", without_targets),
+    ("mean over its targets .* got one with reduction='sum'. Try", losing(SUMS[0])),
+    ("reduction='sum'", losing(SUMS[1])),
+    ("got one with ignore_index=0", losing(nn.CrossEntropyLoss(ignore_index=0))),
+    ("got one with weight=", losing(nn.CrossEntropyLoss(torch.arange(6.0)))),
+    ("got one with weight=", losing(partial(F.cross_entropy, weight=torch.arange(6.0)))),
     ("need at least one target that counts; got none", targets_that_do_not_count),
     (
         "rank 0, Pipeline, F0: need a stage's output with a floating",
@@ -437,16 +483,6 @@ ON_ONE_RANK = [
         another_shape_than_before,
     ),
 ]
-def losing(loss_fn):
-    """A step with class targets and no weights."""
-
-    def on_rank(rank):
-        targets = [torch.tensor([1, 4])] * 2
-        Pipeline(stage_of(rank), loss_fn).step(gpipe(2, 2), batch(2)[0], targets)
-
-    return on_rank
-
-
 
 
 @pytest.mark.parametrize(("says", "broken"), ON_ONE_RANK)
@@ -456,22 +492,7 @@ def test_what_one_rank_cannot_do_ends_the_job(pools, says, broken):
     text = " ".join(str(caught.value).split())
     assert re.search(says, text), text
 
-SUMS = nn.CrossEntropyLoss(reduction="sum"), partial(F.cross_entropy, reduction="sum")
 
-def test_inputs_of_other_shapes_are_no_trouble(pools):
-    ("mean over its targets .* got one with reduction='sum'. Try", losing(SUMS[0])),
-    ("reduction='sum'", losing(SUMS[1])),
-    ("got one with ignore_index=0", losing(nn.CrossEntropyLoss(ignore_index=0))),
-    ("got one with weight=", losing(nn.CrossEntropyLoss(torch.arange(6.0)))),
-    ("got one with weight=", losing(partial(F.cross_entropy, weight=torch.arange(6.0)))),
-    def steps(rank):
-        pipeline = Pipeline(stage_of(rank), F.mse_loss)
-        return [pipeline.step(one_f_one_b(2, 2), *batch(2, items)) for items in (2, 3, 2, 1)]
-
-    losses = pools(2).run(steps)[1]
-    for items, loss in zip((2, 3, 2, 1), losses, strict=True):
-        inputs, targets = (torch.cat(tensors) for tensors in batch(2, items))
-        torch.testing.assert_close(loss, F.mse_loss(linear_layers()(inputs), targets).detach())
 def test_a_sum_is_right_with_weights(pools):
     def step(rank):
         stage = stage_of(rank)
@@ -483,3 +504,12 @@ def test_a_sum_is_right_with_weights(pools):
     torch.testing.assert_close(pools(2).run(step)[1], wanted.detach())
 
 
+def test_inputs_of_other_shapes_are_no_trouble(pools):
+    def steps(rank):
+        pipeline = Pipeline(stage_of(rank), F.mse_loss)
+        return [pipeline.step(one_f_one_b(2, 2), *batch(2, items)) for items in (2, 3, 2, 1)]
+
+    losses = pools(2).run(steps)[1]
+    for items, loss in zip((2, 3, 2, 1), losses, strict=True):
+        inputs, targets = (torch.cat(tensors) for tensors in batch(2, items))
+        torch.testing.assert_close(loss, F.mse_loss(linear_layers()(inputs), targets).detach())

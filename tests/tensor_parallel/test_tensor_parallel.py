@@ -755,6 +755,32 @@ def entropy(*targets):
     return lambda rank: vocab_parallel_cross_entropy(torch.ones(3, 4), torch.tensor(targets))
 
 
+def embedding(**options):
+    return lambda rank: VocabParallelEmbedding(8, 4, whole=nn.Embedding(8, 4, **options))
+
+
+def clipped(clip, *options, replicated=False):
+    """Clip after a backward, which another wrapper may have finished."""
+
+    def on_rank(rank):
+        mesh = two_axes()
+        model = wrapped = begun(mesh=mesh["tp"])
+        if replicated:
+            wrapped = DDP(model, group=mesh["dp"].get_group())
+        wrapped(torch.ones(2, 8).long()).sigmoid().sum().backward()
+        if replicated:
+            wrapped.finish()
+        return clip(model.parameters(), *options)
+
+    return on_rank
+
+
+def unscaled(params):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD(params, lr=0.1))
+
+
 def two_axes():
     return init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
@@ -765,6 +791,10 @@ UNSPLIT = "parallelize: need an unsplit GPT; got "
 ONCE = "rank {rank}, sequence parallel: need finish_gradients(model) once per step, "
 ONCE += "after the last backward; got "
 ALIKE = "MeshError: rank {rank}, parallelize: need the same "
+PART = "CourseError: tensor and pipeline parallelism: need code that knows of the gradients of "
+PART += "all ranks; got torch.nn."
+ACROSS = "Try clip_grad_norm_across(part, mesh, max_norm) of course_lib.mesh"
+EMBEDDING = "CourseError: VocabParallelEmbedding: need an nn.Embedding without ... got "
 ENTROPY = "ShapeError: rank {rank}, vocab_parallel_cross_entropy: need "
 REFUSED = [
     (STAYS.format("num_heads"), heads(3, 3)),
@@ -791,6 +821,16 @@ REFUSED = [
         "ShapeError: rank {rank}, VocabParallelEmbedding: need tokens from 0 to 47; got 48 to 48",
         lambda rank: begun()(torch.full((2, 3), 48)),
     ),
+    (PART + "utils.clip_grad_norm_, ... " + ACROSS, clipped(nn.utils.clip_grad_norm_, 1.0)),
+    (PART + "utils.clip_grad_norm_", clipped(nn.utils.clip_grad_norm_, 1.0, replicated=True)),
+    (
+        PART + "utils.clip_grads_with_norm_, ... " + ACROSS,
+        clipped(nn.utils.clip_grads_with_norm_, 1.0, torch.ones(())),
+    ),
+    ("got torch.amp.GradScaler, ... Try bfloat16", clipped(unscaled)),
+    (EMBEDDING + "max_norm=0.5. Try one without it, or", embedding(max_norm=0.5)),
+    (EMBEDDING + "scale_grad_by_freq=True", embedding(scale_grad_by_freq=True)),
+    (EMBEDDING + "sparse=True", embedding(sparse=True)),
     (ENTROPY + "tokens from 0 to 7; got -1 to 8", entropy(1, -1, 8)),
     (ENTROPY + "a target for each row", entropy(1, 1)),
     (
@@ -809,6 +849,20 @@ REFUSED = [
 
 def test_what_cannot_be_is_told_in_one_sentence(pools):
     assert_refused(pools(2), REFUSED)
+
+
+def test_values_and_replicated_parameters_are_clipped_as_before(pools):
+    """Each by itself; and the norms are whole on every rank."""
+
+    def largest(rank):
+        params = clipped(list)(rank)
+        nn.utils.clip_grad_value_(params, 1e-3)
+        norms = [p for p in params if p.dim() == 1 and len(p) == TINY.hidden]
+        return max(p.grad.abs().max().item() for p in params), nn.utils.clip_grad_norm_(norms, 1.0)
+
+    (value, norm), other = pools(2).run(largest)
+    assert value == pytest.approx(1e-3)
+    assert other[1] == norm > 0
 
 
 def test_parameters_are_saved_without_what_watches_them(pools):
