@@ -54,9 +54,10 @@ class ZeRO1(NotCopied):
     engine.zero_grad(); loss_of(engine(inputs)).backward(); engine.step()
 
     Several backward passes before a step accumulate; clear gradients with the engine's zero_grad(),
-    as a module's does not reach their shards. `param.grad` is this rank's own before `finish()`, and
-    None after it: read, clip or log the mean through the engine. Parameters and buffers are broadcast from the
-    group's first rank; its buffers again before each forward in training.
+    as a module's does not reach their shards. `param.grad` is this rank's own, and None from
+    `finish()` on (in stages 2 and 3 already in backward): clip the mean with the engine. Parameters
+    and buffers are broadcast from the group's first rank; its buffers again before each forward in
+    training.
 
     param_groups  as for the optimizer; default: all trainable parameters
     bucket_bytes  gradients are sent in flat parameters of about this size
