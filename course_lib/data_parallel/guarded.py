@@ -125,7 +125,7 @@ class PartParameter(GuardedParameter):
             "RankMesh(Mesh(pp=..., tp=...))",
         ),
         SCALER: "bfloat16, which needs no scaler",
-        **dict.fromkeys((CLIP_VALUE, TORCH_DDP, FULLY_SHARD), ""),
+        **dict.fromkeys((CLIP_VALUE, STEP, TORCH_DDP, FULLY_SHARD), ""),
     }
     device = DEVICE  # nobody who asks is refused
 
