@@ -1,16 +1,20 @@
 """Prove a check: `python -m course_lib.checks ddp-2` sends the right answer and every wrong one.
 
 A lesson's name (`ddp`) means all its exercises; `--table` prints one line an exercise, `--show` the
-messages that a learner reads.
+messages that a learner reads. `--freeze` writes what answers on ranks show of a lesson to its
+`seen.json.gz`: so at home, only the learner's answer runs.
 """
 
 import argparse
 import contextlib
+import gzip
 import io
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from course_lib.checks.cases import values_of
 from course_lib.checks.exercise import (
     CheckFailed,
     Exercise,
@@ -19,6 +23,8 @@ from course_lib.checks.exercise import (
     exercises_of,
     find_exercise,
 )
+from course_lib.checks.judge import ByExample
+from course_lib.checks.right_answer import made_of, seen_file
 from course_lib.core import CourseError
 
 
@@ -28,9 +34,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("keys", nargs="+", metavar="KEY", help="ddp-2, or ddp for all of a lesson")
     parser.add_argument("--show", action="store_true", help="print the messages")
     parser.add_argument("--table", action="store_true", help="right answers only, with seconds")
+    parser.add_argument("--freeze", action="store_true", help="write a lesson's seen.json.gz")
     options = parser.parse_args(arguments)
+    if options.freeze:
+        for lesson in options.keys:
+            freeze(lesson)
+        return 0
     found = [one for key in options.keys for one in exercises_of(key) or (find_exercise(key),)]
     return int(sum(not _prove(one, options.show, options.table) for one in found) > 0)
+
+
+def freeze(lesson: str) -> None:
+    """Run the answers of a lesson's exercises that are judged by example; keep what they show."""
+    path = seen_file(lesson)
+    path.unlink(missing_ok=True)
+    kept = [one for one in exercises_of(lesson) if isinstance(one.check, ByExample)]
+    with _quiet():
+        seen = {one.key: {"of": made_of(one.key), **values_of(one)} for one in kept}
+    path.write_bytes(gzip.compress(json.dumps(seen).encode(), mtime=0))
 
 
 def _prove(exercise: Exercise, show: bool, table: bool) -> bool:

@@ -246,6 +246,12 @@ def to_json(value: Any) -> Any:
     raise TypeError(f"need plain data; got {type(value).__name__}.")
 
 
+def values_of(exercise: Exercise) -> dict[str, Any]:
+    """Return what `right_values` and `wrong_values` of an exercise yield, to be frozen as JSON."""
+    wrong = [[cause.sentence, to_json(values)] for cause, values in exercise.wrong_values()]
+    return {"right": to_json(exercise.right_values()), "wrong": wrong}
+
+
 def from_json(data: Any) -> Any:
     """Return the value that `to_json` was given; tuples come back as lists, which are alike."""
     if isinstance(data, list):

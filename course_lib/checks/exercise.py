@@ -150,7 +150,7 @@ class Exercise:
     def right_values(self) -> list[Any]:
         """Return what the check observes of the right answer.
 
-        In a student's assignment, which has no right answer, it is read from a file.
+        Where there is a file with it, as in a student's assignment, it is read from that.
         """
         frozen = frozen_values(self.key)
         return self._read(frozen["right"]) if frozen else self._observed()
@@ -164,16 +164,17 @@ class Exercise:
             for sentence, values in frozen["wrong"]:
                 yield Cause(sentence), self._read(values)
             return
-        first_difference = getattr(self.check, "first_difference", None)
         for wrong in self.wrong:
-            shows = first_difference(self, wrong) if first_difference else self._observed(wrong)
-            yield wrong.cause, shows
+            yield wrong.cause, self._observed(wrong)
 
     def _observed(self, wrong: Wrong | None = None) -> list[Any]:
         """Return what the check observes of a planted mistake, or of the right answer; once."""
         if id(wrong) not in self.seen:
             answer = wrong.answer(self) if wrong else self.right
-            self.seen[id(wrong)] = list(self.check.observe(answer))
+            first_difference = getattr(self.check, "first_difference", None)
+            is_compared = wrong is not None and first_difference is not None
+            found = first_difference(answer, self) if is_compared else self.check.observe(answer)
+            self.seen[id(wrong)] = list(found)
         return self.seen[id(wrong)]
 
     def _read(self, values: list[Any]) -> list[Any]:

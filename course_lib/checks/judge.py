@@ -3,27 +3,24 @@
     ByExample(observe_on_rank=train, facets=(CHANGED, ORDER, "gradients"), success="...")
 
 `observe_on_rank` returns the facets of each step (course_lib.checks.watch). They are compared with
-those of the right answer in the same run. At the first difference, the planted mistakes run, too: a
-mistake whose first difference is the same names the cause. So a mistake needs no predicate.
+those of the right answer in the same run. A planted mistake whose first difference is the same
+names the cause: so a mistake needs no predicate. What the right answer and the mistakes show lies in
+a file beside the checks (course_lib.checks.right_answer); where there is none, they run.
 """
 
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
 from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from course_lib.checks import on_ranks
-from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, Wrong, failed
+from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
 from course_lib.checks.expect import difference
 from course_lib.checks.on_ranks import OF_DTYPES, TWO_DTYPES, OnRanks, Run, Trouble, told
 from course_lib.checks.properties import CALLERS, EVERY_HANDLE, EVERY_RANK, SAME_CALLS
-from course_lib.checks.right_answer import frozen_values
 from course_lib.checks.watch import CHANGED, UNWAITED
 from course_lib.core import CourseError
 
@@ -31,7 +28,7 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative
 MOST_SHOWN = 12  # of a list
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 LOOKS = {"hang": EVERY_RANK, "mismatch": SAME_CALLS, CHANGED: CALLERS, UNWAITED: EVERY_HANDLE}
-NOT_REPLAYED = ("hang", "mismatch")  # it takes seconds: one cause each, in `looks`
+OF_ALL = ("hang", "mismatch")  # trouble that many mistakes make: one cause each, in `looks`
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,9 @@ class ByExample(OnRanks):
                 raise self._failed(seen, found, exercise)
         return self.success
 
-    def first_difference(self, exercise: Exercise, wrong: Wrong) -> list[Any]:
-        """Return the first difference of a planted mistake as plain data, to be frozen."""
-        runs = zip(self.observe(wrong.answer(exercise)), exercise.right_values(), strict=False)
+    def first_difference(self, answer: Any, exercise: Exercise) -> list[Any]:
+        """Return the first difference of a wrong answer from the right one as plain data."""
+        runs = zip(self.observe(answer), exercise.right_values(), strict=False)
         differences = (self._compare(run, *pair) for run, pair in enumerate(runs))
         found = next(filter(None, differences), None)
         return [found.run, found.step, found.facet, found.by_rank] if found else []
@@ -125,44 +122,13 @@ class ByExample(OnRanks):
 
     def _cause(self, found: Difference, exercise: Exercise) -> Cause | None:
         looks = LOOKS | dict(self.looks)
-        if found.facet in NOT_REPLAYED:
+        if found.facet in OF_ALL:
             return looks[found.facet]
-        slow = [looks[kind] for kind in NOT_REPLAYED]
-        if frozen_values(exercise.key):
-            firsts = ((c, Difference(*one)) for c, one in exercise.wrong_values() if one)
-            cause = next((c for c, other in firsts if self._alike(found, other)), None)
-        else:
-            planted = [one for one in exercise.wrong if one.cause not in slow]
-            cause = self._replayed(found, exercise, planted)
+        firsts = ((c, Difference(*one)) for c, one in exercise.wrong_values() if one)
+        cause = next((c for c, other in firsts if self._alike(found, other)), None)
         if cause is None and found.facet == "raised" and re.search(OF_DTYPES, str(found.by_rank)):
             return TWO_DTYPES
         return cause or looks.get(found.facet)
-
-    def _replayed(
-        self, found: Difference, exercise: Exercise, planted: Sequence[Wrong]
-    ) -> Cause | None:
-        """Run planted mistakes where an answer differs; return the cause of one that does so, too.
-
-        What is seen of them is kept. In the earlier runs, such a mistake has to be right.
-        """
-        plan = [(p, options) for p in self.worlds for options in self.runs(p)]
-        right = exercise.right_values()
-        with ExitStack() as stack:
-            ranks = cache(lambda p: stack.enter_context(on_ranks.Ranks(p)))
-
-            def first(wrong: Wrong, run: int) -> Difference | None:
-                if (id(wrong), run) not in exercise.seen:
-                    p, options = plan[run]
-                    seen = self.run_on(ranks(p), wrong.answer(exercise), options)
-                    exercise.seen[id(wrong), run] = [seen]
-                return self._compare(run, exercise.seen[id(wrong), run][0], right[run])
-
-            for wrong in planted:
-                here, before = first(wrong, found.run), range(found.run)
-                is_alike = here is not None and self._alike(found, here)
-                if is_alike and not any(first(wrong, run) for run in before):
-                    return wrong.cause
-        return None
 
 
 def _of_trouble(number: int, trouble: Trouble) -> Difference:

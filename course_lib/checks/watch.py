@@ -135,7 +135,10 @@ class Watch:
 
 
 class WaitedFuture(Future[Any]):
-    """Future of a call: delivers its result, and tells when somebody waits for it."""
+    """Future of a call: delivers its result, and tells when somebody waits for it.
+
+    Who asks for its value in a callback does not wait: that runs whenever the result is there.
+    """
 
     def __init__(
         self, inner: Future[Any], deliver: Callable[[], None], waited: Callable[[], None]
@@ -162,11 +165,22 @@ class WaitedFuture(Future[Any]):
         """Return the future of what a function makes of the result."""
         return WaitedFuture(super().then(callback), lambda: None, self._waited)
 
-    def value(self) -> Any:
-        """Return the result of a completed call."""
-        result = super().value()
-        self._waited()
-        return result
+    def done(self) -> bool:
+        """Return whether the result is there; who sees that has waited."""
+        is_done = super().done()
+        if is_done:
+            self._waited()
+        return is_done
+
+    @classmethod
+    def of_all(cls, collect: Callable[..., Future[Any]], futures: list[Future[Any]]) -> Future[Any]:
+        """Return the future of several ones, which is what `wait_all` waits for."""
+
+        def waited() -> None:
+            for one in futures:
+                one.wait()
+
+        return cls(collect(futures), lambda: None, waited)
 
 
 @contextmanager
@@ -216,6 +230,8 @@ def _noting(step: Step) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(TracedGroup, collective=start, _message=send))
         stack.enter_context(patch.multiple(TrackedWork, **replaced))
+        collect = partial(WaitedFuture.of_all, torch._C._collect_all)
+        stack.enter_context(patch.object(torch._C, "_collect_all", collect))
         yield
 
 

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from course_lib.checks.right_answer import bound_names
+from course_lib.checks.right_answer import SEEN, bound_names
 from course_lib.core import CourseError
 from course_lib.core.course_files import BROUGHT
 from course_lib.core.files import write_whole
@@ -38,7 +38,7 @@ def copy_bare(
     library  objects of it that raise in the copy: `course_lib.collectives.ring:ring_all_gather`
     own      an assignment, whose checks come to `to/checks`, and its hidden cases to `to/hidden.py`
     """
-    ignored = shutil.ignore_patterns("__pycache__", "cli", BROUGHT.name)
+    ignored = shutil.ignore_patterns("__pycache__", "cli", BROUGHT.name, SEEN)
     shutil.copytree(course, to / "course_lib", ignore=ignored)
     modules = {
         ".".join(path.relative_to(to).with_suffix("").parts): path

@@ -20,7 +20,7 @@ import nbformat
 from rich.console import Console
 
 import course_lib
-from course_lib.checks.cases import Cases, Raised, to_json
+from course_lib.checks.cases import Cases, Raised, values_of
 from course_lib.checks.exercise import CheckFailed, find_exercise
 from course_lib.checks.judge import ByExample
 from course_lib.checks.lesson_source import read_source, solutions
@@ -161,10 +161,7 @@ def freeze(assignment: Assignment, student: str, *, seeded_only: bool = False) -
         is_compared = isinstance(exercise.check, Cases | ByExample)
         if is_compared and (is_drawn or not seeded_only):
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                found[key] = {
-                    "right": to_json(exercise.right_values()),
-                    "wrong": [[str(c), to_json(values)] for c, values in exercise.wrong_values()],
-                }
+                found[key] = values_of(exercise)
     return found
 
 
