@@ -18,7 +18,6 @@ from course_lib.checks.cases import values_of
 from course_lib.checks.exercise import (
     CheckFailed,
     Exercise,
-    NotDone,
     Wrong,
     exercises_of,
     find_exercise,
@@ -59,7 +58,7 @@ def _prove(exercise: Exercise, show: bool, table: bool) -> bool:
     try:
         with _quiet():
             detail = exercise.verdict(exercise.right)
-    except (CheckFailed, NotDone, NotImplementedError) as error:
+    except (CourseError, NotImplementedError) as error:
         print(f"{exercise.key}: the right answer is rejected: {error}")
         return False
     print(f"{exercise.key}: right in {time.perf_counter() - start_s:.1f} s. {detail}")

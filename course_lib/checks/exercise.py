@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import cloudpickle
 
 from course_lib.checks.limits import COMPUTING_S, MOST_BYTES, Endless, OutOfTime, at_most
-from course_lib.checks.right_answer import assignment_here, frozen_values, right_answer
+from course_lib.checks.right_answer import assignment_here, frozen_values, right_answer, seen_values
 from course_lib.core import CourseError
 from course_lib.core.errors import MachineError
 
@@ -152,7 +152,7 @@ class Exercise:
 
         Where there is a file with it, as in a student's assignment, it is read from that.
         """
-        frozen = frozen_values(self.key)
+        frozen = self._frozen()
         return self._read(frozen["right"]) if frozen else self._observed()
 
     def wrong_values(self) -> Iterator[tuple[Cause, list[Any]]]:
@@ -160,20 +160,25 @@ class Exercise:
 
         On ranks, that is its first difference from the right answer (course_lib.checks.judge).
         """
-        if frozen := frozen_values(self.key):
+        if frozen := self._frozen():
             for sentence, values in frozen["wrong"]:
                 yield Cause(sentence), self._read(values)
             return
         for wrong in self.wrong:
             yield wrong.cause, self._observed(wrong)
 
+    def _frozen(self) -> Mapping[str, Any] | None:
+        """Return the values in a file; those of a lesson are of its own check, not of others."""
+        frozen = frozen_values(self.key)
+        is_own = any(one is self for one in exercises_of(self.key.rpartition("-")[0]))
+        return seen_values(self.key) if frozen is None and is_own else frozen
+
     def _observed(self, wrong: Wrong | None = None) -> list[Any]:
         """Return what the check observes of a planted mistake, or of the right answer; once."""
         if id(wrong) not in self.seen:
             answer = wrong.answer(self) if wrong else self.right
-            first_difference = getattr(self.check, "first_difference", None)
-            is_compared = wrong is not None and first_difference is not None
-            found = first_difference(answer, self) if is_compared else self.check.observe(answer)
+            compare = wrong and getattr(self.check, "first_difference", None)
+            found = compare(answer, self) if compare else self.check.observe(answer)
             self.seen[id(wrong)] = list(found)
         return self.seen[id(wrong)]
 

@@ -4,8 +4,8 @@
 
 `observe_on_rank` returns the facets of each step (course_lib.checks.watch). They are compared with
 those of the right answer in the same run. A planted mistake whose first difference is the same
-names the cause: so a mistake needs no predicate. What the right answer and the mistakes show lies in
-a file beside the checks (course_lib.checks.right_answer); where there is none, they run.
+names the cause: so a mistake needs no predicate. What the right answer and the mistakes show lies
+in a file beside the checks (course_lib.checks.right_answer); where there is none, they run.
 """
 
 import re
@@ -20,7 +20,14 @@ from torch import Tensor
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
 from course_lib.checks.expect import difference
 from course_lib.checks.on_ranks import OF_DTYPES, TWO_DTYPES, OnRanks, Run, Trouble, told
-from course_lib.checks.properties import CALLERS, EVERY_HANDLE, EVERY_RANK, SAME_CALLS
+from course_lib.checks.properties import (
+    CALLERS,
+    DIGITS,
+    EVERY_HANDLE,
+    EVERY_RANK,
+    NAN,
+    SAME_CALLS,
+)
 from course_lib.checks.watch import CHANGED, UNWAITED
 from course_lib.core import CourseError
 
@@ -28,6 +35,11 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative
 MOST_SHOWN = 12  # of a list
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 LOOKS = {"hang": EVERY_RANK, "mismatch": SAME_CALLS, CHANGED: CALLERS, UNWAITED: EVERY_HANDLE}
+SAYS = (  # whatever the exercise is: what the words of a difference or an error tell
+    (OF_DTYPES, TWO_DTYPES),
+    ("right but for the last digits", DIGITS),
+    (r"need [^;]*\b(inf|nan)\b[^;]*; got (?!.*\b(inf|nan)\b)", NAN),
+)
 OF_ALL = ("hang", "mismatch")  # trouble that many mistakes make: one cause each, in `looks`
 
 
@@ -126,9 +138,9 @@ class ByExample(OnRanks):
             return looks[found.facet]
         firsts = ((c, Difference(*one)) for c, one in exercise.wrong_values() if one)
         cause = next((c for c, other in firsts if self._alike(found, other)), None)
-        if cause is None and found.facet == "raised" and re.search(OF_DTYPES, str(found.by_rank)):
-            return TWO_DTYPES
-        return cause or looks.get(found.facet)
+        told = found.words or (str(found.by_rank) if found.facet == "raised" else "")
+        says = (one for pattern, one in SAYS if re.search(pattern, told))
+        return cause or next(says, looks.get(found.facet))
 
 
 def _of_trouble(number: int, trouble: Trouble) -> Difference:

@@ -90,21 +90,28 @@ def frozen_values(key: str) -> Mapping[str, Any] | None:
     """Return the values of an exercise's answers that a student's folder has, or None.
 
     `right` holds those of the right answer, `wrong` pairs of a cause and what it leads to, as the
-    JSON that `course_lib.checks.cases.from_json` reads. Outside of such a folder, they come from
-    the SEEN of the lesson's checks, unless checks or solution have changed since it was written.
+    JSON that `course_lib.checks.cases.from_json` reads.
 
     Raises: CourseError where the file cannot be read
     """
     here = assignment_here()
     path = here.folder / VALUES if here else None
     if path is None or not path.is_file():
-        path = seen_file(key.rpartition("-")[0])
-        seen = _read_seen(path).get(key) if path.is_file() else None
-        return seen if seen and seen["of"] == made_of(key) else None
+        return None
     found = read_json(path, "the values of an assignment", hint=UNPACK)
     if not isinstance(found, dict) or not isinstance(found.get(key, {}), dict):
         raise CourseError(f"{path}: need the values of each exercise; got others. {UNPACK}")
     return found.get(key)
+
+
+def seen_values(key: str) -> Mapping[str, Any] | None:
+    """Return the values, as in `frozen_values`, that lie beside the checks of a lesson, or None.
+
+    They count as long as neither the solution nor the checks have changed.
+    """
+    path = seen_file(key.rpartition("-")[0])
+    found = _read_seen(path).get(key) if path.is_file() else None
+    return found if found and found["of"] == made_of(key) else None
 
 
 def seen_file(lesson: str) -> Path:

@@ -173,7 +173,7 @@ class WaitedFuture(Future[Any]):
         return is_done
 
     @classmethod
-    def of_all(cls, collect: Callable[..., Future[Any]], futures: list[Future[Any]]) -> Future[Any]:
+    def of_all(cls, collect: Callable[..., Any], futures: list[Future[Any]]) -> Future[Any]:
         """Return the future of several ones, which is what `wait_all` waits for."""
 
         def waited() -> None:

@@ -1,6 +1,9 @@
 """ByExample: what an answer on ranks shows, and which planted mistake it is named after."""
 
+import gzip
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +14,10 @@ from course_lib.checks.cases import from_json, to_json
 from course_lib.checks.edits import Own
 from course_lib.checks.judge import ByExample, unlike
 from course_lib.checks.properties import EVERY_RANK, REDUCES
+from course_lib.checks.right_answer import SEEN, seen_file, seen_values
 from course_lib.checks.watch import ALWAYS, ORDER, Watch
 from course_lib.core import CourseError
+from tests.checks.test_planted_mistakes import EXERCISES, kept_worlds, worlds  # noqa: F401
 
 SUMMED = Cause("{p} times too large: summed.")
 
@@ -76,6 +81,23 @@ def in_two_calls(x):
     return Work(dist.all_reduce(x[1:], async_op=True))
 
 
+def waits_for_all(x):
+    future = dist.all_reduce(x, async_op=True).get_future()
+    work = Work(future)
+    work.wait = lambda: torch.futures.wait_all([future])
+    return work
+
+
+def divides_in_a_callback(x):
+    future = dist.all_reduce(x, async_op=True).get_future()
+    return Work(future.then(lambda done: done.value()[0].div_(1)))
+
+
+@pytest.mark.parametrize("answer", [waits_for_all, divides_in_a_callback])
+def test_a_future_waits_for_its_call(answer):
+    assert toy().verdict(answer)
+
+
 def test_what_differs_is_told_and_the_same_mistake_names_the_cause():
     one = toy()
     assert one.verdict(right) == "The mean on 2 ranks."
@@ -112,7 +134,6 @@ def test_frozen_values_judge_where_no_right_answer_lies(monkeypatch):
     }
     frozen = json.loads(json.dumps(frozen))
     monkeypatch.setattr(exercise, "frozen_values", lambda _key: frozen)
-    monkeypatch.setattr("course_lib.checks.judge.frozen_values", lambda _key: frozen)
     monkeypatch.setattr(exercise, "right_answer", None)
     student = Exercise(key="toy-1", title="mean", check=one.check)
     assert student.verdict(right)
@@ -126,10 +147,10 @@ def test_a_right_answer_that_fails_is_the_checks_own_mistake():
         one.verdict(right)
 
 
-SEEN = [one for one in REDUCES if one.name not in ("hides nan", "only if any", "four ranks")]
+BROKEN = [one for one in REDUCES if one.name not in ("hides nan", "only if any", "four ranks")]
 
 
-@pytest.mark.parametrize("broken", SEEN, ids=lambda one: one.name)
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda one: one.name)
 def test_a_property_breaks_any_right_answer(broken):
     one = toy()
     mistake = Exercise(key="toy-1", title="mean", check=one.check, wrong=(broken,), reference=right)
@@ -149,3 +170,33 @@ def test_a_property_breaks_any_right_answer(broken):
 )
 def test_how_a_value_differs_is_said_in_words(got, need, words):
     assert unlike(got, need) == words
+
+
+FROZEN = [one for one in EXERCISES if seen_values(one.key)]
+
+
+def test_what_lies_beside_checks_is_of_these_checks():
+    """Where this fails: `python -m course_lib.checks LESSON --freeze`."""
+    assert len(FROZEN) >= 3
+    for path in Path(exercise.__file__).parent.glob(f"*/{SEEN}"):
+        of_lesson = {one.key for one in FROZEN if seen_file(one.key.rpartition("-")[0]) == path}
+        assert of_lesson == set(json.loads(gzip.decompress(path.read_bytes())))
+    for one in FROZEN:
+        assert [cause for cause, _ in one.wrong_values()] == [wrong.cause for wrong in one.wrong]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("kept_worlds")
+@pytest.mark.parametrize("one", FROZEN, ids=lambda one: one.key)
+def test_answers_show_today_what_lies_beside_the_checks(one):
+    today = replace(one)  # of another object nothing is read
+    assert one.check.judge(today.right_values(), one)
+    for (cause, old), (_, new) in zip(one.wrong_values(), today.wrong_values(), strict=True):
+        assert old[:3] == new[:3], cause.sentence
+
+
+def test_values_are_read_for_a_lessons_own_check_only():
+    one = FROZEN[0]
+    other = replace(one, check=replace(one.check, worlds=(1,)))
+    assert len(other.right_values()) < len(one.right_values())

@@ -9,6 +9,7 @@ import pytest
 
 import course_lib
 from course_lib.checks.exercise import exercises_of
+from course_lib.checks.right_answer import SEEN
 from course_lib.core import CourseError
 from course_lib.grading.bare_course import copy_bare, library_text
 from course_lib.notebooks.lessons import Lesson, all_lessons, find_folder
@@ -61,6 +62,7 @@ def test_there_is_no_lesson_in_it_and_no_planted_mistake(copy):
     assert len(texts) > 50
     assert [path for path, text in texts.items() if "Edit(" in text or "Own(" in text] == []
     assert not list(copy.rglob("*.ipynb"))
+    assert not list(copy.rglob(SEEN))
 
 
 @pytest.mark.parametrize("place", LIBRARY)

@@ -12,7 +12,7 @@ from course_lib.checks.ddp.parts import Bag, grads_of
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
-from course_lib.checks.properties import TRAINS
+from course_lib.checks.properties import CALLERS, TRAINS
 from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch
 from course_lib.ddp.ddp import DDP
 
@@ -193,6 +193,38 @@ ACCUMULATE = Exercise(
         ),
         Edit(LAST, LAST.replace("model", "model.module"), BYPASSED),
         Edit("x, y = last", "x, y = last\nmodel(x)", ONE_FORWARD),
+        Edit(
+            "*early, last",
+            "with torch.no_grad():\n    for x, _ in micro_batches:\n        model(x)\n*early, last",
+            ONE_FORWARD,
+        ),
+        Edit("in early:", "in [*early, early[0]] if early else []:", EACH_ONCE),
+        Edit(f"{EARLY}{BY}", f"{EARLY} / 4", TWICE, also=((f"{LAST}{BY}", f"{LAST} / 4"),)),
+        Edit("*early, last", "model.requires_grad_()\n*early, last", CALLERS),
+        Edit(
+            "*early, last",
+            "graphs = []\n*early, last",
+            ALIVE,
+            also=(
+                (
+                    f"{EARLY}{BY}).backward()",
+                    f"{EARLY.replace('(loss', 'graphs.append(loss')}{BY})\n"
+                    "            graphs[-1].backward(retain_graph=True)",
+                ),
+            ),
+        ),
+        Edit(
+            "*early, last",
+            "outputs = []\n*early, last",
+            ALIVE,
+            also=(
+                (
+                    EARLY,
+                    "in early:\n            outputs.append(model(x))\n"
+                    "            (loss_fn(outputs[-1], y)",
+                ),
+            ),
+        ),
         Edit("*early, last", "model.eval()\n*early, last", MODE),
         Edit(
             "model.finish()",

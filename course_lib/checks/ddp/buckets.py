@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from course_lib.checks.cases import Case, Cases
+from course_lib.checks.cases import TOO_NARROW, Case, Cases
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
 
@@ -84,6 +84,8 @@ def _drawn(random: Random) -> list[Case]:
     return [one(count) for count in (4, 6, 9)]
 
 
+ITS_DTYPE = Cause("Numbers have 8, 4 or 2 bytes, also in one model: ask each its element_size().")
+EMPTY = Cause("There is an empty bucket: open one only when there is something to put in.")
 NO_PARAMETER = Cause("Put in the parameters themselves: no names, no copies.")
 NO_LISTS = Cause("Return a list of buckets, each a list of parameters.")
 
@@ -180,7 +182,49 @@ BUCKETS = Exercise(
         Edit(
             "param.element_size()",
             "4",
-            Cause("Not every number has 4 bytes: ask element_size()."),
+            ITS_DTYPE,
+        ),
+        Edit(
+            "param.element_size()",
+            "next(reversed([*module.parameters()])).element_size()",
+            ITS_DTYPE,
+        ),
+        Edit(
+            "param.numel()",
+            "param.shape[:1].numel()",
+            Cause("A matrix has more numbers than rows: numel() counts all of them."),
+        ),
+        Edit(
+            RESET,
+            f"{RESET[:-1]}-num_bytes",
+            Cause("The parameter that opens a bucket fills it, too: count its bytes."),
+        ),
+        Edit(
+            "module.parameters()",
+            "nn.ModuleList(module.children()).parameters()",
+            Cause(
+                "The model itself may have parameters, too: module.parameters() has all of them."
+            ),
+        ),
+        Edit(
+            TRAINED,
+            "list(dict.fromkeys(p for _, p in list(module.named_parameters(remove_duplicate=False))"
+            "[::-1] if p.requires_grad))[::-1]",
+            Cause(
+                "A tied weight is complete with its first use, which backward reaches last: it "
+                "belongs where its first name is."
+            ),
+        ),
+        Edit(
+            "return buckets",
+            "return sorted(buckets, key=lambda bucket: bucket[0].nbytes > bucket_bytes)",
+            Cause("A parameter larger than the limit keeps its place: send it in its turn."),
+        ),
+        Edit("return buckets", "return buckets or [[]]", EMPTY),
+        Edit(
+            OPENS,
+            OPENS.replace("filled + num_bytes", "torch.tensor(filled + num_bytes).float()"),
+            TOO_NARROW,
         ),
         Edit(
             "return buckets",
@@ -192,7 +236,7 @@ BUCKETS = Exercise(
         Edit(
             "buckets, filled = [], 0",
             "buckets, filled = [[]], 0",
-            Cause("There is an empty bucket: open one only when there is something to put in."),
+            EMPTY,
         ),
         Edit(
             TRAINED,

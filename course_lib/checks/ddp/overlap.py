@@ -11,7 +11,14 @@ from course_lib.checks.ddp.parts import Bag, grads_of
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
-from course_lib.checks.properties import AT_ONCE, HAS_STATE, KEEPS_DTYPE, REDUCES
+from course_lib.checks.properties import (
+    AT_ONCE,
+    DIGITS,
+    HAS_STATE,
+    KEEPS_DTYPE,
+    REDUCES,
+    SHARED,
+)
 from course_lib.checks.watch import ALWAYS, ORDER, Watch, kept_bytes
 
 SIZES, BUCKETS = (4, 2, 2, 1, 4), ((4, 3), (2,), (0,))  # numbers, and the parameters of a bucket
@@ -35,6 +42,8 @@ FLATTEN = Cause(
     "Gradients have shapes: flatten each one before you put it into the bucket, and bring its part "
     "back with view_as(param)."
 )
+NO_VIEW = Cause("A transposed gradient has no flat view: flatten() copies where it has to.")
+ONE_NUMBER = Cause("A parameter may be one number without a dimension: copy_ brings it back.")
 PAST_THE_END = Cause("Is `next` past the last bucket? Then there is nothing left to send.")
 NOT_WRITTEN = Cause(
     "That is this rank's own gradient: copy the mean back into param.grad itself. (flatten() of a "
@@ -112,8 +121,12 @@ def _mark_when_full(watch: Watch, text: str, bucket: list[Any]) -> None:
 NEXT_FULL = "self.ready.issuperset(self.buckets[self.next])"
 LOOP = f"while self.next < len(self.buckets) and {NEXT_FULL}:"
 DIVIDES, COPIES = "flat / dist.get_world_size()", "param.grad.copy_(part.view_as(param))"
+PARTS = "torch.cat([param.grad.flatten() for param in self.buckets[self.next]])"
+IN_MEMORY = "(param.grad if param.grad.is_contiguous() else param.grad.t())"
 ALL_READY = "len(self.ready) == sum(map(len, self.buckets))"
 LENIENT = ("self.in_flight, strict=True", "self.in_flight, strict=False")
+IN_THE_CLASS = ("def __init__(self, module,", "in_flight = []\n\ndef __init__(self, module,")
+IN_SELF = ("self.ready, self.in_flight = set(), []", "self.ready = set()")
 
 OVERLAP = Exercise(
     key="ddp-2",
@@ -150,6 +163,11 @@ OVERLAP = Exercise(
         ),
         Edit(LOOP, f"while {ALL_READY} and self.next < len(self.buckets):", LATE),
         Edit(NEXT_FULL, f"({NEXT_FULL} if self.next == 0 else {ALL_READY})", LATE),
+        Edit(
+            NEXT_FULL,
+            "self.ready.issuperset(p for b in self.buckets[: self.next + 2] for p in b)",
+            LATE,
+        ),
         Edit(NEXT_FULL, "all(p.grad is not None for p in self.buckets[self.next])", EARLY),
         Edit(NEXT_FULL, "self.buckets[self.next][-1] in self.ready", EARLY),
         Edit("self.ready.clear()", "pass", EARLY),
@@ -157,6 +175,18 @@ OVERLAP = Exercise(
         Edit(COPIES, "param.grad.flatten().copy_(part)", NOT_WRITTEN),
         Edit(COPIES, "param.grad = part", FLATTEN),
         Edit("param.grad.flatten()", "param.grad", FLATTEN),
+        Edit("param.grad.flatten()", "param.grad.view(-1)", NO_VIEW),
+        Edit(COPIES, "param.grad[:] = part.view_as(param)", ONE_NUMBER),
+        Edit(PARTS, f"{PARTS}.bfloat16()", DIGITS),
+        Edit(PARTS, f"{PARTS}.double()", DIGITS),
+        Edit(
+            "param.grad.flatten()",
+            f"{IN_MEMORY}.flatten()",
+            OTHER_GRADIENT,
+            also=((COPIES, COPIES.replace("param.grad", IN_MEMORY)),),
+        ),
+        Edit(*IN_THE_CLASS, SHARED, also=(IN_SELF,)),
+        Edit(*IN_THE_CLASS, SHARED, also=(IN_SELF, LENIENT)),
         Edit("self.next < len(self.buckets) and ", "", PAST_THE_END),
         Edit("param.grad.copy_(", "param.grad.add_(", ADDED),
         Edit("zip(self.buckets,", "zip([b[::-1] for b in self.buckets],", OTHER_GRADIENT),
