@@ -414,7 +414,7 @@ def test_frozen_values_take_the_place_of_the_source(own, monkeypatch):
     with pytest.raises(CheckFailed, match="Rounded down: the last bits need a byte"):
         find_exercise("hw1-1").verdict(lambda count, num_bits: count * num_bits // 8)
     assert find_exercise("ddp-3").verdict(price)
-    with pytest.raises(CheckFailed, match="That is the time without any overlap"):
+    with pytest.raises(CheckFailed, match="That is without any overlap"):
         find_exercise("ddp-3").verdict(lambda f, b, a: f + sum(b) + sum(a))
     values["ddp-3"]["right"].pop()
     (own / "values.json").write_text(json.dumps(values))
