@@ -117,8 +117,8 @@ def moment_bytes(optimizer: Any) -> int:
 def _then(method: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
     """Return the method followed by a note."""
 
-    def noting(*args: Any) -> Any:
-        result = method(*args)
+    def noting(*args: Any, **options: Any) -> Any:
+        result = method(*args, **options)
         note()
         return result
 

@@ -181,6 +181,7 @@ class Busy:
 
     def __init__(self, outcomes, how):
         self.outcomes, self.how, self.runs = outcomes, how, []
+        self.stopped = threading.Event()
 
     def at(self, path, inner):
         return inner

@@ -54,7 +54,7 @@ def bundle(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def texts(path: Path) -> dict[str, str]:
     with zipfile.ZipFile(path) as packed:
-        return {name: packed.read(name).decode() for name in packed.namelist()}
+        return {name: packed.read(name).decode(errors="replace") for name in packed.namelist()}
 
 
 def fill(bundle: Path, real: Path, **edits: tuple[str, str]) -> None:
