@@ -1,4 +1,4 @@
-"""FSDP on one screen: gather a unit, use it, free it, reduce its gradients.
+"""FSDP in one short file: gather a unit, use it, free it, reduce its gradients.
 
 It says what a rank does, and nothing else. `fsdp.py` adds prefetching, mixed precision, frozen,
 tied and unused parameters, hybrid sharding, clipping and checkpoints. Notebook 10_fsdp.
@@ -12,30 +12,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.collectives.group import Group, GroupMember, member_of
+from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import check_wrappable
 
 
 class WholeUnit:
-    """The parameters of a module side by side; a rank owns `shard`, the rest comes and goes."""
+    """Some parameters side by side; a rank owns `shard`, and `whole` comes and goes."""
 
-    def __init__(self, module: nn.Module, member: GroupMember) -> None:
-        self.member = member
-        self.params = [x for x in module.parameters() if not hasattr(x, "_unit")]
-        self.whole = self._side_by_side([x.detach() for x in self.params])
+    def __init__(self, params: Sequence[nn.Parameter], member: GroupMember) -> None:
+        self.params, self.member, self.num_ready = params, member, 0
+        self.whole = self._side_by_side([x.detach() for x in params])
         dist.broadcast(self.whole, member.global_rank(0), member.group)
         self.shard = nn.Parameter(self.whole.view(member.size, -1)[member.rank].clone())
-        self.num_ready = 0
-        start = 0
-        for param in self.params:
-            part, start = self.whole[start : start + param.numel()], start + param.numel()
+        sizes = [x.numel() for x in params]
+        parts = self.whole[: sum(sizes)].split(sizes)  # the rest is padding
+        for param, part in zip(params, parts, strict=True):
             param.data = part.view(param.shape)  # empty and full again, with `whole`
-            param._unit = self  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(self._mark_ready)
         self.free()
 
     def _side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return one tensor of p equal shards, the last one filled up with zeros."""
         flat = torch.cat([x.flatten() for x in tensors])
-        return nn.functional.pad(flat, (0, -len(flat) % self.member.size))
+        return nn.functional.pad(flat, (0, -len(flat) % self.member.size))  # equal shards
 
     @torch.no_grad()
     def gather(self, *_: Any) -> None:
@@ -48,6 +46,12 @@ class WholeUnit:
         """Take its memory: what autograd has saved of parameters is valid after the next gather."""
         self.whole.untyped_storage().resize_(0)
 
+    def after_forward(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        """Free after forward; gather again when backward comes to the output."""
+        self.free()
+        if output.requires_grad:
+            output.register_hook(self.gather)
+
     @torch.no_grad()
     def _mark_ready(self, _param: Tensor) -> None:
         """With the last gradient of the unit: free it, and give each rank its part of the mean."""
@@ -55,14 +59,14 @@ class WholeUnit:
         if self.num_ready < len(self.params):
             return
         self.free()
-        grads = self._side_by_side([x.grad for x in self.params if x.grad is not None])
+        grads = [x.grad for x in self.params if x.grad is not None]
         mean = torch.empty_like(self.shard)
-        dist.reduce_scatter_single(mean, grads, group=self.member.group)
+        dist.reduce_scatter_single(mean, self._side_by_side(grads), group=self.member.group)
         mean /= self.member.size
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
+        self.num_ready = 0
         for param in self.params:
             param.grad = None
-        self.num_ready = 0
 
 
 class WholeFSDP(nn.Module):
@@ -70,10 +74,12 @@ class WholeFSDP(nn.Module):
 
     model = WholeFSDP(module, module.blocks); optimizer = AdamW(model.shards)
 
-    Every parameter is trained, has one dtype in its unit, and is used once in forward. The rest of
-    the module is a unit, too, which stays gathered from forward to backward.
+    blocks   a unit each, which returns a tensor; the rest of the module, if it has parameters, is
+             a unit, too, which stays gathered from forward to backward
 
     Cost:    per unit two all_gathers and one reduce_scatter; nothing overlaps
+    Raises:  CourseError unless each parameter is trained, in one module only, and of one dtype;
+             from forward, if the backward before did not reach all parameters of a unit
     Source:  Zhao et al. 2023 (PyTorch FSDP), section 3.2
     """
 
@@ -81,22 +87,33 @@ class WholeFSDP(nn.Module):
         self, module: nn.Module, blocks: Sequence[nn.Module] = (), group: Group = None
     ) -> None:
         super().__init__()
+        check_wrappable(module, group, "WholeFSDP")
         self.module, member = module, member_of(group, "WholeFSDP")
-        units = [WholeUnit(block, member) for block in blocks]
-        for block, unit in zip(blocks, units, strict=True):
+        everything = [x for _, x in module.named_parameters(remove_duplicate=False)]
+        kinds = {(x.dtype, x.requires_grad) for x in everything}
+        if len({*everything}) < len(everything) or len(kinds) != 1 or not kinds.pop()[1]:
+            raise CourseError(
+                "WholeFSDP: need parameters of one dtype that are all trained, and not tied; got "
+                "others. Try FSDP of course_lib.fsdp."
+            )
+        inner = {x for block in blocks for x in block.parameters()}
+        own = [x for x in everything if x not in inner]
+        self.root = [WholeUnit(own, member)] if own else []
+        self.units = [*self.root]
+        for block in blocks:
+            self.units.append(unit := WholeUnit([*block.parameters()], member))
             block.register_forward_pre_hook(unit.gather)
-            block.register_forward_hook(self._after_forward)
-        self.root = WholeUnit(module, member)
-        self.shards = [unit.shard for unit in (self.root, *units)]
+            block.register_forward_hook(unit.after_forward)
+        self.shards = [unit.shard for unit in self.units]
 
     def forward(self, *args: Any) -> Any:
         """Return the module's output."""
-        self.root.free()  # a forward without a backward has left it, and the optimizer has stepped
-        self.root.gather()
+        if any(unit.num_ready for unit in self.units):
+            raise CourseError(
+                "WholeFSDP: need a gradient of every parameter of a unit; got some without one. "
+                "Try FSDP of course_lib.fsdp."
+            )
+        for unit in self.root:  # a forward without a backward has left it, before a step
+            unit.free()
+            unit.gather()
         return self.module(*args)
-
-    def _after_forward(self, block: nn.Module, _args: Any, output: Tensor) -> None:
-        unit = next(block.parameters())._unit  # type: ignore[attr-defined]
-        unit.free()
-        if output.requires_grad:
-            output.register_hook(unit.gather)

@@ -2,7 +2,7 @@
 
 Follow 1F1B through the files:
 
-    whole.py            the method on one screen: 1F1B in one class; read it first
+    whole.py            the method in one short file: 1F1B in one class; read it first
     schedules.py        its order: for each rank a list of actions (`actions.py`); GPipe, ZB-H1, ...
     v_schedules.py      the same with the layers placed in a V: ZB-V, DualPipeV
     schedule_rules.py   checks any schedule: each action once, no deadlock, few in flight

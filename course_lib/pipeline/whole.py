@@ -1,4 +1,4 @@
-"""1F1B on one screen: one stage on each rank, and a step in three phases.
+"""1F1B in one short file: one stage on each rank, and a step in three phases.
 
 It says what a rank does, and nothing else. `engine.py` runs any schedule, several model chunks,
 tied weights and any sizes with the same messages. Notebook 08_pipeline.

@@ -1,6 +1,6 @@
 """ZeRO: shard optimizer state, gradients and parameters (notebook 09_zero).
 
-Read `whole.py` first: ZeRO-2 on one screen. `zero.py` holds the three stages as engines;
+Read `whole.py` first: ZeRO-2 in one short file. `zero.py` holds the three stages as engines;
 `sharded_optimizer.py` is the sharded step of stage 1; `reducer.py` launches the reduce-scatters of
 stage 2 and `flat_param.py` holds what they reduce; `gather_hooks.py` all-gathers and frees
 parameters for stage 3; `flat_layout.py` says where each tensor lies in a flat parameter. `clip.py`

@@ -16,12 +16,8 @@ from course_lib.core.shards import Shard, boxes_of_range
 from course_lib.data_parallel.gradients import some_names
 from course_lib.zero.flat_layout import Piece
 
-COUNTERS = (
-    "step",
-    "mu_product",
-    "eta",
-    "mu",
-)  # optimizer state that is one number per parameter: never cut or joined
+# optimizer state that is one number per parameter: never cut or joined
+COUNTERS = ("step", "mu_product", "eta", "mu")
 
 
 def on_host(value: Any) -> Any:

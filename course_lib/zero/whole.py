@@ -1,4 +1,4 @@
-"""ZeRO-2 on one screen: an optimizer step in three phases, with one message per parameter.
+"""ZeRO-2 in one short file: an optimizer step in three phases, with one message per parameter.
 
 It says what a rank does, and nothing else. `zero.py` puts many parameters into one message, and
 adds stages 1 and 3, clipping, masters in float32, offload and checkpoints. Notebook 09_zero.
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from course_lib.collectives.group import Group, member_of
+from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import check_wrappable
 from course_lib.data_parallel.gradients import require_gradients
+from course_lib.zero.guards import need_elementwise
 
 
 class WholeZeRO2:
@@ -23,10 +26,10 @@ class WholeZeRO2:
     loss_of(module(inputs)).backward(); optimizer.step()
 
     Every rank begins with the weights of the group's first one. A step needs a gradient of every
-    trained parameter, and one backward.
+    trained parameter, and one backward. `param.grad` is None after it: nothing is left to clip.
 
     Cost:    per step one reduce_scatter of each gradient, one all_gather of each parameter
-    Raises:  CourseError that names parameters without a gradient
+    Raises:  CourseError that names parameters without a gradient, or with a second one
     Source:  Rajbhandari et al. 2020 (ZeRO), sections 5.2 and 7.2.1
     """
 
@@ -34,6 +37,8 @@ class WholeZeRO2:
         self, module: nn.Module, cls: type[Optimizer], group: Group = None, **options: Any
     ) -> None:
         self.member = member_of(group, "WholeZeRO2")
+        check_wrappable(module, group, "WholeZeRO2")
+        need_elementwise(cls)
         named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
         self.names, self.params = [name for name, _ in named], [param for _, param in named]
         for tensor in (*module.parameters(), *module.buffers()):
@@ -56,8 +61,11 @@ class WholeZeRO2:
 
     def _reduce(self, number: int, param: Tensor) -> None:
         """Phase 1, in backward: send a gradient as soon as it is complete, and free it."""
-        if param.grad is None:
-            return
+        if param.grad is None or number in self.in_flight:
+            raise CourseError(
+                f"WholeZeRO2: need one backward before each step; got a second gradient for "
+                f"{self.names[number]}, or none. Try step() first, or ZeRO2 of course_lib.zero."
+            )
         slots, param.grad = self._slots(param.grad), None
         own = torch.empty_like(slots[0])
         work = dist.reduce_scatter_single(

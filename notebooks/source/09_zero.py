@@ -306,8 +306,8 @@ show(*pictures.grads_over_time(two, 2, one.peak_bytes()))
 # gradient that is copied into it, and one bucket that is being sent.
 #
 # **With stage 2, a whole gradient stays in memory until its bucket has been sent. Smaller buckets
-# need less memory, but more latencies.** Stage 2 with one message per parameter fits on one screen:
-# `course_lib/zero/whole.py`.
+# need less memory, but more latencies.** `course_lib/zero/whole.py` is a short file with
+# stage 2 alone, and one message per parameter.
 #
 # ## 5 Stage 3: gather, use, free
 #

@@ -235,8 +235,8 @@ for p, ranks in {2: pair, 4: four}.items():
 
 # %% [markdown]
 # **If a block is freed after forward, a step of one micro-batch gathers its parameters twice and
-# reduces its gradients once.** That much fits on one screen: `course_lib/fsdp/whole.py`. Everything
-# that follows is about when, and how little.
+# reduces its gradients once.** `course_lib/fsdp/whole.py` is a short file that does just this. The
+# next sections are about when to gather, and how little to keep.
 #
 # ## 3 To free or not to free
 #

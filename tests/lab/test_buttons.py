@@ -99,6 +99,8 @@ def test_check_saves_the_notebook_and_shows_the_verdicts_below_it(
     notebook.screenshot("buttons")
     answer(notebook)
     button(notebook, "Check").dblclick()  # counts as one
+    # it scrolls out of sight when the verdicts are there
+    expect(said(notebook)).to_contain_text(f"course check {SMALL}", timeout=COMMAND_TIMEOUT_MS)
     expect(said(notebook)).to_contain_text("1 of 5 exercises", timeout=COMMAND_TIMEOUT_MS)
     expect(said(notebook)).to_contain_text(re.compile(r"ranks-1\s+right"))
     expect(notebook.cells().first).to_be_visible()

@@ -1,4 +1,4 @@
-"""The methods on one screen keep the law of the engines that grew out of them."""
+"""The methods in one short file each keep the law of the engines that grew out of them."""
 
 import sys
 
@@ -11,17 +11,17 @@ from torch.nn import functional as F
 
 from course_lib.fsdp.whole import WholeFSDP
 from course_lib.pipeline.whole import WholePipeline
-from course_lib.ranks import RankError
 from course_lib.zero.whole import WholeZeRO2
 from tests.law.law import WORLDS, Replicas, assert_laws, ways
+from tests.refusals import assert_refused
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PLAIN = ("one layer", "in place", "fewer rows than ranks", "blocks", "odd", "GPT, uneven")
 
 
-class OneScreenZeRO2(Replicas):
-    name, reports = "ZeRO2 on one screen", ("output", "state")
+class OneFileZeRO2(Replicas):
+    name, reports = "ZeRO2 in one short file", ("output", "state")
 
     def optimize(self, cls, groups, settings):
         self.zero = WholeZeRO2(self.module, cls, **settings)
@@ -34,8 +34,8 @@ class OneScreenZeRO2(Replicas):
         self.zero.step()
 
 
-class OneScreenFSDP(Replicas):
-    name, reports = "FSDP on one screen", ("output", "state")
+class OneFileFSDP(Replicas):
+    name, reports = "FSDP in one short file", ("output", "state")
 
     def wrap(self, module):
         blocks = getattr(module, "blocks", [])
@@ -47,27 +47,27 @@ class OneScreenFSDP(Replicas):
 
     def finish(self):
         """Nothing is left to finish, and nothing is gathered."""
-        units = {param._unit for param in self.module.parameters()}
+        units = self.sharded.units
         assert not any(unit.whole.untyped_storage().nbytes() for unit in units)
 
     def state(self):
-        for unit in {param._unit: None for param in self.module.parameters()}:
+        for unit in self.sharded.units:
             unit.gather()
         state = {name: x.clone() for name, x in self.module.state_dict().items()}
-        for param in self.module.parameters():
-            param._unit.free()
+        for unit in self.sharded.units:
+            unit.free()
         return state
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_zero_on_one_screen_has_the_numbers_of_one_process(pools, world_size):
+def test_zero_in_one_file_has_the_numbers_of_one_process(pools, world_size):
     laws = ways((*PLAIN, "tied", "twice"), [{"optimizer": "sgd"}])
-    assert_laws(pools(world_size).run, OneScreenZeRO2, laws)
+    assert_laws(pools(world_size).run, OneFileZeRO2, laws)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_fsdp_on_one_screen_has_the_numbers_of_one_process(pools, world_size):
-    assert_laws(pools(world_size).run, OneScreenFSDP, ways(PLAIN, [{"optimizer": "sgd"}]))
+def test_fsdp_in_one_file_has_the_numbers_of_one_process(pools, world_size):
+    assert_laws(pools(world_size).run, OneFileFSDP, ways(PLAIN, [{"optimizer": "sgd"}]))
 
 
 def pipelined(rank, m):
@@ -86,15 +86,61 @@ def pipelined(rank, m):
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_1f1b_on_one_screen_has_the_numbers_of_one_process(pools, world_size):
+def test_1f1b_in_one_file_has_the_numbers_of_one_process(pools, world_size):
     for m in (1, 2, 5):
         pools(world_size).run(pipelined, m)
 
 
-def test_micro_batches_of_unequal_sizes_are_refused(pools):
-    def step(rank):
-        x = torch.ones(3, 3).split(2)
-        WholePipeline(nn.Linear(3, 3), F.mse_loss, x[0]).step(x, x)
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.head = nn.Linear(3, 2)
 
-    with pytest.raises(RankError, match=r"need as many inputs as targets, all equally large"):
-        pools(2).run(step)
+    def forward(self, x, skip=False):
+        for block in self.blocks:
+            x = block(x)
+        return x if skip else self.head(x)
+
+
+def frozen(rank):
+    WholeFSDP(Layers().requires_grad_(False))
+
+
+def tied(rank):
+    module = Layers()
+    module.blocks[1].weight = module.blocks[0].weight
+    WholeFSDP(module, module.blocks)
+
+
+def half_a_unit(rank):
+    model = WholeFSDP(Layers())
+    for _ in range(2):
+        model(torch.ones(1, 3), True).sum().backward()
+
+
+def two_backwards(rank):
+    module = Layers()
+    WholeZeRO2(module, torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        module(torch.ones(1, 3)).sum().backward()
+
+
+def unequal(rank):
+    x = torch.ones(3, 3).split(2)
+    WholePipeline(nn.Linear(3, 3), F.mse_loss, x[0]).step(x, x)
+
+
+def test_what_cannot_be_is_told_in_one_sentence(pools):
+    table = [
+        ("WholeFSDP: need parameters of one dtype that are all trained", frozen),
+        ("and not tied; got others", tied),
+        ("need a gradient of every parameter of a unit; got some without one", half_a_unit),
+        ("WholeZeRO2: need one backward before each step; got a second gradient", two_backwards),
+        (
+            "need an optimizer that steps each number by itself",
+            lambda rank: WholeZeRO2(Layers(), torch.optim.Muon),
+        ),
+        ("need as many inputs as targets, all equally large", unequal),
+    ]
+    assert_refused(pools(2), table)
