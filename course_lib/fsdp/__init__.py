@@ -2,8 +2,8 @@
 
 Every parameter is sharded by itself on dim 0, as in PyTorch's `fully_shard` (FSDP2), and a unit's
 shards travel in one message; PyTorch's first FSDP (Zhao et al. 2023) and ZeRO-3 in lesson 09 shard
-flat parameters instead. Read `whole.py` first: the method in one short file. `fsdp.py` is all of it;
-`units.py` decides what is gathered together; `prefetch.py` knows which unit comes next;
+flat parameters instead. Read `whole.py` first: the method in one short file. `fsdp.py` is all of
+it; `units.py` decides what is gathered together; `prefetch.py` knows which unit comes next;
 `param_group.py` gathers, frees and reduce-scatters a unit's parameters, `kept_grads.py` keeps
 gradients inside `no_sync`; `dim0_layout.py` says which rows are whose, `mesh.py` which ranks
 communicate, `mixed_precision.py` in which dtypes; `state.py` saves and loads. `moves.py` lists what

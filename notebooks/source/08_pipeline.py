@@ -268,8 +268,9 @@ def run_actions(actions, stage, micro_batches, loss_fn):
 check("pipeline-3", run_actions)
 
 # %% [markdown]
-# The course's engine, `Pipeline`, runs all schedules of this lesson. (`course_lib/pipeline/whole.py`
-# is a short file with 1F1B alone.) After 3 steps, do all parameters equal those of one process?
+# The course's engine, `Pipeline`, runs all schedules of this lesson; the short file
+# `course_lib/pipeline/whole.py` has 1F1B alone. After 3 steps, do all parameters equal those of one
+# process?
 
 # %%
 from course_lib.pipeline import Pipeline, split_model
