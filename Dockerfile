@@ -17,6 +17,7 @@ ENV VENV=/home/learner/venv
 COPY --chown=learner:learner Makefile pyproject.toml requirements.lock setup.py README.md LICENSE ./
 COPY --chown=learner:learner tools tools
 COPY --chown=learner:learner course_lib/__init__.py course_lib/__init__.py
+COPY --chown=learner:learner course_tools/__init__.py course_tools/__init__.py
 RUN make environment TORCH=cpu && rm -rf /home/learner/.cache/pip /home/learner/.cache/uv
 
 COPY --chown=learner:learner . .

@@ -72,7 +72,7 @@ format: environment ## put all code in the one layout
 	@"$(BIN)/ruff" check --fix .
 
 notebooks: environment ## rebuild the notebooks from notebooks/source
-	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m course_lib.notebooks.build $(NOTEBOOKS_ARGS)
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m course_tools.authoring.build $(NOTEBOOKS_ARGS)
 
 pictures: environment ## draw the README's pictures again: a measurement, and a lesson in JupyterLab
 	@for name in predict_run_compare screenshot; do \
@@ -93,4 +93,4 @@ release: environment ## a wheel with the lessons, and a zip for students, of the
 
 clean: ## delete what the other targets built; notebooks, run records and .venv stay
 	@rm -rf build slides/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find course_lib tests tools slides -name __pycache__ -prune -exec rm -rf {} +
+	@find course_lib course_tools tests tools slides -name __pycache__ -prune -exec rm -rf {} +

@@ -19,7 +19,7 @@ BROUGHT = (
     *("docs/planner.md", "docs/ai_policy.md"),
 )
 NOT_OURS = ("cluster/profiles/site.toml", "__pycache__", ".ipynb_checkpoints")
-BUTTONS = "course_lib/notebooks/lab_extension"
+BUTTONS = "course_lib/workbooks/lab_extension"
 LAB = "share/jupyter/labextensions/distributed-training-course"
 
 

@@ -27,9 +27,10 @@ What they stand on, and what serves them:
     frameworks             DeepSpeed, Accelerate and fully_shard behind one handle
     display                pictures and widgets
     train                  the training script, `python -m course_lib.train`
-    cluster                job scripts, schedulers, run records brought home
+    jobs                   job scripts, schedulers, run records brought home
     checks                 what the exercises call: checks that name the misconception
-    notebooks              building, running, checking and updating the notebooks
-    grading                assignments, and a class graded in a sandbox
+    workbooks              a learner's notebooks: found, checked, updated, handed in
     cli                    the `course` command
+
+What instructors and authors use besides is in course_tools.
 """

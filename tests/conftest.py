@@ -20,8 +20,8 @@ from nbformat import NotebookNode
 from rich.console import Console
 
 from course_lib.core import CourseError
-from course_lib.notebooks.build import build
-from course_lib.notebooks.lessons import Lesson
+from course_lib.workbooks.lessons import Lesson
+from course_tools.authoring.build import build
 from tests.browser import browser, screenshots  # noqa: F401 - fixtures
 from tests.cluster.slurmbox import MISSING, SlurmBox
 from tests.selection import (  # noqa: F401 - hooks of pytest
@@ -286,7 +286,7 @@ def pools():
 @pytest.fixture(scope="session")
 def bubblewrap() -> None:
     """Bubblewrap, in which hostile submissions run; where it cannot work, these are skipped."""
-    from course_lib.grading.sandbox import find_sandbox
+    from course_tools.grading.sandbox import find_sandbox
 
     try:
         find_sandbox()
@@ -335,7 +335,7 @@ def course(
 @pytest.fixture
 def profile(tmp_path: Path) -> Callable[..., str]:
     """Write a profile like another one, with other values; returns its path."""
-    from course_lib.cluster.profile import read_profile, save_profile
+    from course_lib.jobs.profile import read_profile, save_profile
 
     def write(name: str = "test", **values: object) -> str:
         own = read_profile(name)

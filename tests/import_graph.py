@@ -12,7 +12,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDERS = ("course_lib", "tests", "tools", "slides", "docs", "cluster", "notebooks/source")
+FOLDERS = (
+    *("course_lib", "course_tools", "tests", "tools"),
+    *("slides", "docs", "cluster", "notebooks/source"),
+)
 CONFTEST = "tests/conftest.py"
 EVERYTHING = {CONFTEST, "tests/selection.py", "pyproject.toml", "requirements.lock"}
 ALWAYS = "tests/repository/"  # reads all files
@@ -24,7 +27,7 @@ READ_BY = {  # folders whose files are found by their place, and the folders of 
     "tests/jobs/": ("tests/cluster/",),
     "course_lib/planner/profiles/": ("tests/planner/",),
     "course_lib/cost/published/": ("tests/cost/", "tests/memory/", "tests/planner/"),
-    "course_lib/notebooks/lab_extension/": ("tests/lab/",),
+    "course_lib/workbooks/lab_extension/": ("tests/lab/",),
 }
 
 

@@ -221,7 +221,7 @@ def link_buttons(root, venv):
 
     A link, because pip does not copy data files where it installs `--editable`.
     """
-    source = root / "course_lib" / "notebooks" / "lab_extension"
+    source = root / "course_lib" / "workbooks" / "lab_extension"
     link = venv / "share" / "jupyter" / "labextensions" / BUTTONS
     if link.is_symlink() and os.readlink(str(link)) == str(source):
         return

@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from course_lib.cluster.commands import plain_table
 from course_lib.core.errors import CourseError
 from course_lib.core.plain_text import one_line, printable
 from course_lib.core.presets import find_model
 from course_lib.core.specs import ModelSpec, read_config
 from course_lib.core.units import format_bytes
+from course_lib.jobs.commands import plain_table
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for PyTorch
     from course_lib.checkpoint import Broken, Checkpoint

@@ -1,5 +1,6 @@
 """The `course` command: check a notebook, see how far you are, start an exercise again."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -16,20 +17,18 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from course_lib.cli.checkpoint_commands import add_checkpoint_commands
-from course_lib.cli.class_commands import add_class_commands
-from course_lib.cli.grade_command import add_grade_command
 from course_lib.cli.machine_commands import add_machine_commands
 from course_lib.cli.plan_command import add_plan_command
 from course_lib.cli.trace_command import add_trace_command
-from course_lib.cluster.commands import add_commands, plain_table
 from course_lib.core import CourseError
 from course_lib.core.files import check_result_path
 from course_lib.core.plain_text import one_line, printable
-from course_lib.notebooks.progress_bar import cell_bar
+from course_lib.jobs.commands import add_commands, plain_table
 from course_lib.scaling_study.commands import add_study_commands
+from course_lib.workbooks.progress_bar import cell_bar
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for Jupyter
-    from course_lib.notebooks.grading import GradeReport
+    from course_lib.workbooks.check_notebook import GradeReport
 
 STYLES = {"right": "green", "wrong": "red", "missing": "red", "twice": "red", "not judged": "red"}
 
@@ -50,9 +49,10 @@ class _Grouped(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the headings and the commands."""
         for title, names in GROUPS.items():
-            with formatter.section(title):
-                rows = [(name, self.commands[name].get_short_help_str(200)) for name in names]
-                formatter.write_dl(rows)
+            if there := [name for name in names if name in self.commands]:
+                with formatter.section(title):
+                    rows = [(name, self.commands[name].get_short_help_str(200)) for name in there]
+                    formatter.write_dl(rows)
 
 
 app = typer.Typer(cls=_Grouped, add_completion=False, rich_markup_mode=None)
@@ -110,10 +110,10 @@ def check(
     junitxml: JUnit = None,
 ) -> None:
     """Check the exercises of a saved notebook. The exit code is 0 if all are right."""
-    from course_lib.notebooks.grading import grade, lesson_of
-    from course_lib.notebooks.lessons import find_lesson, read_notebook
-    from course_lib.notebooks.progress import remember
-    from course_lib.notebooks.verdict_files import write_junit
+    from course_lib.workbooks.check_notebook import grade, lesson_of
+    from course_lib.workbooks.learner_progress import remember
+    from course_lib.workbooks.lessons import find_lesson, read_notebook
+    from course_lib.workbooks.verdict_files import write_junit
 
     check_result_path(junitxml)
     folder = _own_folder()
@@ -139,8 +139,8 @@ def check(
 @app.command()
 def progress() -> None:
     """Show how many exercises of each lesson are right, from the last checks. Runs no code."""
-    from course_lib.notebooks.lessons import all_lessons
-    from course_lib.notebooks.progress import progress as progress_of
+    from course_lib.workbooks.learner_progress import progress as progress_of
+    from course_lib.workbooks.lessons import all_lessons
 
     table, total, unread = plain_table("lesson", "", "right", "open"), Counter[str](), 0
     following = ""
@@ -172,50 +172,44 @@ def reset(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Put the empty cell of an exercise back. A backup of the notebook is kept."""
-    from course_lib.notebooks import lessons, progress
+    from course_lib.workbooks import learner_progress, lessons
 
     lesson = lessons.find_lesson(notebook, _own_folder())
-    progress.stub_of(lesson, exercise)  # an unknown key is told before anything is asked
+    learner_progress.stub_of(lesson, exercise)  # an unknown key is told before anything is asked
     if not yes:
         typer.confirm(f"Take what you wrote for {exercise} out of {lesson.student}?", abort=True)
-    backup = progress.reset(lesson, exercise)
+    backup = learner_progress.reset(lesson, exercise)
     print(f"{exercise} is empty again. Your notebook as it was: {backup}")
     print("Is it open in JupyterLab? Then: File, Reload Notebook from Disk.")
 
 
 @app.command()
-def new_exercise(
-    notebook: Annotated[str, typer.Argument(metavar="NB", help="A lesson: 04 or 04_collectives.")],
-    key: Annotated[
-        str, typer.Argument(metavar="KEY", help="The new exercise's key, such as collectives-7.")
-    ],
-    name: Annotated[
-        str,
-        typer.Option("--name", help="The function that a learner writes, such as mean_of_ranks."),
+def pack(
+    notebook: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[NOTEBOOK]", help="Default: the assignment's notebook in this folder."
+        ),
+    ] = None,
+    student: Annotated[
+        str, typer.Option(help="The student's name. Default: your login name.")
     ] = "",
-    on_ranks: Annotated[
-        bool, typer.Option("--on-ranks", help="The exercise runs on ranks.")
-    ] = False,
 ) -> None:
-    """Create an exercise to fill in: its cells, its check with planted mistakes, and its test."""
-    from course_lib.notebooks.lessons import find_folder, find_lesson
-    from course_lib.notebooks.new_exercise import new_exercise as begin
+    """Write the file to hand in, from the saved notebook, and say what is missing."""
+    from course_lib.core.plain_text import printable
+    from course_lib.workbooks.pack import notebook_here, pack
 
-    made = begin(find_lesson(notebook, find_folder()), key, name or key.replace("-", "_"), on_ranks)
-    print(
-        f"Fill in, from FILL IN to FILL IN (docs/authoring.md has an example):\n\n  {made.source}"
-    )
-    print(f"  {made.check}\n  {made.test}\n")
-    print(f"Prove it:    python -m course_lib.checks {key} --show")
-    print(f'             python -m pytest tests/checks -k "{key}- or {made.test.stem}"')
-    print(f"Then:        make notebooks NOTEBOOKS_ARGS={notebook}")
+    path, told = pack(notebook or notebook_here(), student)
+    print(f"{path} is what you hand in.")
+    for sentence in told:
+        print(printable(f"- {sentence}"))
 
 
 @app.command()
 def update() -> None:
     """Get the newest version of the course. What you wrote in notebooks is kept and backed up."""
-    from course_lib.notebooks.lessons import find_folder
-    from course_lib.notebooks.update import update as update_course
+    from course_lib.workbooks.lessons import find_folder
+    from course_lib.workbooks.update import update as update_course
 
     for sentence in update_course(find_folder()):
         print(sentence)
@@ -248,8 +242,8 @@ def memory(
 
 def _own_folder() -> Path:
     """Return the folder of notebooks, with an update that was cut off finished, and told."""
-    from course_lib.notebooks.lessons import find_folder
-    from course_lib.notebooks.update import finish_cut_off
+    from course_lib.workbooks.lessons import find_folder
+    from course_lib.workbooks.update import finish_cut_off
 
     folder = find_folder()
     for sentence in finish_cut_off(folder):
@@ -296,10 +290,11 @@ def _open(statuses: dict[str, str]) -> Text:
 
 for add in (
     *(add_commands, add_study_commands, add_checkpoint_commands),
-    *(add_class_commands, add_grade_command, add_plan_command, add_trace_command),
-    add_machine_commands,
+    *(add_plan_command, add_trace_command, add_machine_commands),
 ):
     add(app)
+if importlib.util.find_spec("course_tools"):  # students' copies of the course are without it
+    importlib.import_module("course_tools.commands").add_commands(app)
 
 if __name__ == "__main__":
     main()

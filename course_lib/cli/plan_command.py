@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from course_lib.cluster.commands import plain_table
 from course_lib.core import CourseError
 from course_lib.core.files import check_result_path, write_result
 from course_lib.core.plain_text import one_line
 from course_lib.core.units import GIB, format_bytes
+from course_lib.jobs.commands import plain_table
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for them
     from course_lib.planner import PredictedStep, SearchResult

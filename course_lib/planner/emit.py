@@ -12,13 +12,13 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from course_lib.cluster.job import Job
-from course_lib.cluster.profile import Profile
-from course_lib.cluster.render import render
 from course_lib.core.errors import CourseError
 from course_lib.core.files import write_result
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.hardware import LAPTOP
+from course_lib.jobs.job import Job
+from course_lib.jobs.profile import Profile
+from course_lib.jobs.render import render
 from course_lib.planner.launches import PROGRAMS, ProgramLaunch
 from course_lib.planner.notes import plan_notes
 from course_lib.planner.plan import Plan

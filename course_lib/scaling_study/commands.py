@@ -115,7 +115,7 @@ def _costing(
     out: Path | None,
     resume: bool = True,
 ) -> "Costing":
-    from course_lib.cluster.site_commands import pick_profile
+    from course_lib.jobs.site_commands import pick_profile
     from course_lib.scaling_study.costing import cost_study
     from course_lib.scaling_study.plan import find_study
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from course_lib.cluster.profile import Profile
-from course_lib.cluster.slurm_time import write_time
 from course_lib.core.errors import CourseError
 from course_lib.core.units import format_bytes, format_seconds
+from course_lib.jobs.profile import Profile
+from course_lib.jobs.slurm_time import write_time
 from course_lib.ranks.machine import describe_machine
 from course_lib.scaling_study.aggregate import Experiment, find_baseline, read_experiment
 from course_lib.scaling_study.machines import Machine, machine_of_profile, with_link

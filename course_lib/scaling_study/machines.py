@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from course_lib.cluster.profile import Profile
 from course_lib.core.errors import CourseError
 from course_lib.core.links import INFINIBAND, NVLINK, PCIE, Link, TwoLevelLink
 from course_lib.core.plain_values import build
 from course_lib.core.units import GIB
 from course_lib.cost.hardware import DEVICES, LAPTOP, Device, find_device
 from course_lib.cost.network import AnyLink
+from course_lib.jobs.profile import Profile
 
 REACHED = 0.4  # of the peak, by large models; small ones reach less
 LAPTOP_CORES = 4  # that LAPTOP's peak and bandwidth are of

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from course_lib.cluster.slurm_time import write_time
 from course_lib.core.errors import CourseError
+from course_lib.jobs.slurm_time import write_time
 from course_lib.ranks import RankError
 from course_lib.scaling_study.costing import Costing
 from course_lib.scaling_study.measure_link import note_link, on_ranks

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from course_lib.cluster.job import Job, fitted
-from course_lib.cluster.profile import Profile
-from course_lib.cluster.slurm_time import read_time_s, write_time
-from course_lib.cluster.submissions import FOLDER, Submission, find_home, read_submissions, refresh
-from course_lib.cluster.submit import submit_job
 from course_lib.core.errors import CourseError
+from course_lib.jobs.job import Job, fitted
+from course_lib.jobs.profile import Profile
+from course_lib.jobs.slurm_time import read_time_s, write_time
+from course_lib.jobs.submissions import FOLDER, Submission, find_home, read_submissions, refresh
+from course_lib.jobs.submit import submit_job
 from course_lib.scaling_study.costing import Costing
 from course_lib.scaling_study.prediction import PredictedRun
 from course_lib.scaling_study.study_run import read_list

@@ -34,7 +34,7 @@ import tempfile
 from pathlib import Path
 
 from course_lib.checks import check
-from course_lib.cluster.profile import read_profile
+from course_lib.jobs.profile import read_profile
 from course_lib.core.records import read_runs
 from course_lib.display import claim, predict, reveal, show
 from course_lib.ranks import Ranks
@@ -525,7 +525,7 @@ guess_mistakes = predict("mistakes in it")
 ### GUESS guess_mistakes.commit(4)
 
 # %%
-from course_lib.cluster.lint.check import findings_text, lint_job
+from course_lib.jobs.lint.check import findings_text, lint_job
 
 found = lint_job(lab.BROKEN_SCRIPT)
 reveal(guess_mistakes, len(found))

@@ -19,15 +19,15 @@ import nbformat
 from course_lib.checks import find_exercise
 from course_lib.checks.edits import Edit, edited
 from course_lib.checks.right_answer import solved_cell
-from course_lib.grading.assignment import Assignment
-from course_lib.grading.class_run import grade_class, graders, num_jobs, write_reports
-from course_lib.grading.compose import compose
-from course_lib.grading.gradebook import Gradebook
-from course_lib.grading.graded import Graded
-from course_lib.grading.sandbox import find_sandbox
-from course_lib.grading.submission import find_submissions
-from course_lib.grading.task import GradingTask, task_of_assignment
-from course_lib.notebooks.lessons import find_folder, find_lesson
+from course_lib.workbooks.assignment import Assignment
+from course_lib.workbooks.lessons import find_folder, find_lesson
+from course_tools.grading.class_run import grade_class, graders, num_jobs, write_reports
+from course_tools.grading.compose import compose
+from course_tools.grading.gradebook import Gradebook
+from course_tools.grading.graded import Graded
+from course_tools.grading.sandbox import find_sandbox
+from course_tools.grading.submission import find_submissions
+from course_tools.grading.task import GradingTask, task_of_assignment
 from tests.benchmarks.harness import print_table
 
 EXERCISES = (

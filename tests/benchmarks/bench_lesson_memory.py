@@ -17,7 +17,7 @@ import nbformat
 import psutil
 from nbclient import NotebookClient
 
-from course_lib.notebooks.lessons import Lesson, all_lessons, find_folder, find_lesson
+from course_lib.workbooks.lessons import Lesson, all_lessons, find_folder, find_lesson
 
 EVERY_S = 0.2
 BESIDE_MB = 200  # JupyterLab's server

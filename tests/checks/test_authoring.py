@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from course_lib.checks import CheckFailed, NotDone, right_answer
 from course_lib.core import CourseError
-from course_lib.notebooks.lessons import Lesson
-from course_lib.notebooks.new_exercise import new_exercise
+from course_lib.workbooks.lessons import Lesson
+from course_tools.authoring.new_exercise import new_exercise
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = "# %%\nimport torch.distributed as dist\n\nfrom course_lib.checks import check\n\n"

@@ -40,6 +40,16 @@ def test_alone_it_shows_its_help(course):
     assert "..." not in out.partition("COMMAND")[2].partition("]...")[2]
 
 
+def test_a_copy_without_the_instructors_tools_has_a_learners_commands():
+    """A student's zip is such a copy."""
+    code = "import importlib.util as u; find = u.find_spec\n"
+    code += "u.find_spec = lambda name, *of: None if name == 'course_tools' else find(name, *of)\n"
+    code += "import course_lib.cli; course_lib.cli.main(['--help'])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    names = ("pack", "submit", "grade", "assignment")
+    assert [name for name in names if f"  {name}  " in out] == ["pack", "submit"]
+
+
 def test_each_command_has_one_group():
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(get_command(app).commands)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.cluster.job import Job, fitted
-from course_lib.cluster.profile import read_profile
-from course_lib.cluster.scheduler import JobState
-from course_lib.cluster.submissions import Submission
+from course_lib.jobs.job import Job, fitted
+from course_lib.jobs.profile import read_profile
+from course_lib.jobs.scheduler import JobState
+from course_lib.jobs.submissions import Submission
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=any

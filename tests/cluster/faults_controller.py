@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.cluster.slurm import Slurm
-from course_lib.cluster.submissions import read_submissions
+from course_lib.jobs.slurm import Slurm
+from course_lib.jobs.submissions import read_submissions
 
 SILENT = "need an answer of Slurm's controller; got 'Unable to contact slurm controller"
 
@@ -29,7 +29,7 @@ def away(slurm, monkeypatch, until):
                 until(lambda: "unk" not in slurm.run(*states).stdout, "it knows its nodes")
 
         impatient = partial(Slurm, pauses_s=pauses_s, say=say)
-        monkeypatch.setattr("course_lib.cluster.submissions.Slurm", impatient)
+        monkeypatch.setattr("course_lib.jobs.submissions.Slurm", impatient)
         slurm.stop_controller()
         return said
 

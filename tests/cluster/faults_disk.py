@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.cluster.submissions import read_submissions
 from course_lib.core.records import read_runs
+from course_lib.jobs.submissions import read_submissions
 from tests.cluster.slurmbox import MISSING, SlurmBox
 
 BLOB = Path("blob")

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from course_lib.cluster.submissions import find_submission
 from course_lib.core.records import read_runs
 from course_lib.display import last_run, wire_run
+from course_lib.jobs.submissions import find_submission
 from tests.cluster.slurmbox import MISSING, PACKAGES
 from tests.terminal import ROOT, commands, run, started
 

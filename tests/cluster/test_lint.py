@@ -13,11 +13,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from course_lib.cluster.lint.check import RULES, lint_job
-from course_lib.cluster.lint.script import Script
-from course_lib.cluster.lint.shell import read_commands
-from course_lib.cluster.profile import Profile
-from course_lib.cluster.site_commands import add_site_commands
+from course_lib.jobs.lint.check import RULES, lint_job
+from course_lib.jobs.lint.script import Script
+from course_lib.jobs.lint.shell import read_commands
+from course_lib.jobs.profile import Profile
+from course_lib.jobs.site_commands import add_site_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "tests" / "jobs"

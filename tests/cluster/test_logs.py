@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.cluster.failures import find_failure, told
-from course_lib.cluster.launcher_lines import WithoutLauncher
-from course_lib.cluster.logs import Tail, follow
-from course_lib.cluster.scheduler import JobState
-from course_lib.cluster.submissions import find_submission, read_submission
 from course_lib.core.plain_text import STRANGE
+from course_lib.jobs.failures import find_failure, told
+from course_lib.jobs.launcher_lines import WithoutLauncher
+from course_lib.jobs.logs import Tail, follow
+from course_lib.jobs.scheduler import JobState
+from course_lib.jobs.submissions import find_submission, read_submission
 
 LOGS = Path(__file__).parent / "logs"
 FAILED = (LOGS / "failed.txt").read_text()
@@ -246,9 +246,9 @@ def test_while_one_waits_one_is_told_what_for(submission, monkeypatch, tmp_path)
         yield JobState(array_task=0, state="FAILED", exit_code=1, log=str(log))
 
     script = Scripted(states())
-    monkeypatch.setattr("course_lib.cluster.submissions.scheduler_of", lambda *_: script)
-    monkeypatch.setattr("course_lib.cluster.logs.time.sleep", lambda _: None)
-    monkeypatch.setattr("course_lib.cluster.logs.MOST_S", 0.0)
+    monkeypatch.setattr("course_lib.jobs.submissions.scheduler_of", lambda *_: script)
+    monkeypatch.setattr("course_lib.jobs.logs.time.sleep", lambda _: None)
+    monkeypatch.setattr("course_lib.jobs.logs.MOST_S", 0.0)
     one, heard = submission(), []
     text = "".join(follow(one, None, until_over=True, say=heard.append))
     assert heard == ["PENDING (Priority)", "PENDING (Resources)", "RUNNING"]

@@ -7,8 +7,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from course_lib.cluster import site, site_commands
-from course_lib.cluster.profile import (
+from course_lib.core.errors import CourseError
+from course_lib.jobs import site, site_commands
+from course_lib.jobs.profile import (
     Limits,
     Profile,
     find_cluster_folder,
@@ -17,10 +18,9 @@ from course_lib.cluster.profile import (
     read_profile,
     save_profile,
 )
-from course_lib.cluster.site_commands import add_site_commands, pick_profile
-from course_lib.cluster.slurm import Slurm
-from course_lib.cluster.slurm_time import read_time_s, write_time
-from course_lib.core.errors import CourseError
+from course_lib.jobs.site_commands import add_site_commands, pick_profile
+from course_lib.jobs.slurm import Slurm
+from course_lib.jobs.slurm_time import read_time_s, write_time
 
 NAN = float("nan")
 FULL = Profile(
@@ -329,7 +329,7 @@ class TestPick:
         def refuses(*_):
             raise CourseError("a copy of the course that is yours")
 
-        monkeypatch.setattr("course_lib.cluster.profile.save_profile", refuses)
+        monkeypatch.setattr("course_lib.jobs.profile.save_profile", refuses)
         found, told = pick(typed="old\n")
         assert (found.partition, "that is yours" in told) == ("old", True)
 

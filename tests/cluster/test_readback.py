@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.cluster.job import Job, fitted
-from course_lib.cluster.lint.check import lint_job
-from course_lib.cluster.lint.script import Script
-from course_lib.cluster.profile import read_profile
-from course_lib.cluster.render import render
+from course_lib.jobs.job import Job, fitted
+from course_lib.jobs.lint.check import lint_job
+from course_lib.jobs.lint.script import Script
+from course_lib.jobs.profile import read_profile
+from course_lib.jobs.render import render
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "cluster").glob("*.sbatch"))

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course_lib.cluster.job import Job, find_program, fitted, read_array
-from course_lib.cluster.lint.check import lint_job
-from course_lib.cluster.lint.directives import read_directives
-from course_lib.cluster.profile import Profile, read_profile
-from course_lib.cluster.render import render
 from course_lib.core.errors import CourseError
+from course_lib.jobs.job import Job, find_program, fitted, read_array
+from course_lib.jobs.lint.check import lint_job
+from course_lib.jobs.lint.directives import read_directives
+from course_lib.jobs.profile import Profile, read_profile
+from course_lib.jobs.render import render
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "cluster").glob("*.sbatch"))

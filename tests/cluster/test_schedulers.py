@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from course_lib.cluster.job import Job
-from course_lib.cluster.local.scheduler import LocalRunner
-from course_lib.cluster.scheduler import GONE, JobState, NoAnswerError, Scheduler, SchedulerError
-from course_lib.cluster.slurm import NO_CLUSTER, Slurm
+from course_lib.jobs.job import Job
+from course_lib.jobs.local.scheduler import LocalRunner
+from course_lib.jobs.scheduler import GONE, JobState, NoAnswerError, Scheduler, SchedulerError
+from course_lib.jobs.slurm import NO_CLUSTER, Slurm
 
 HEAD = """#!/bin/bash
 #SBATCH --job-name=law
@@ -217,9 +217,7 @@ def pretended(tmp_path, monkeypatch) -> Callable[..., None]:
         path.write_text(f"#!/bin/sh\ncat {path}.out\ncat {path}.err >&2\nexit {code}\n")
         path.chmod(0o755)
 
-    monkeypatch.setattr(
-        "course_lib.cluster.slurm.python_first", lambda: f"{tmp_path}:/usr/bin:/bin"
-    )
+    monkeypatch.setattr("course_lib.jobs.slurm.python_first", lambda: f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return put
 
@@ -277,7 +275,7 @@ def test_a_submit_whose_answer_got_lost_is_not_handed_in_twice(pretended, tmp_pa
 
 
 def test_without_slurm_the_laptop_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("course_lib.cluster.slurm.python_first", lambda: str(tmp_path))
+    monkeypatch.setattr("course_lib.jobs.slurm.python_first", lambda: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match=r"sbatch: need Slurm's commands .* --profile laptop"):
         Slurm().check(tmp_path / "a.sbatch")

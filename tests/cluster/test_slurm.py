@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.cluster.submissions import find_submission, read_submissions
 from course_lib.core.plain_text import STRANGE
 from course_lib.core.records import read_runs
+from course_lib.jobs.submissions import find_submission, read_submissions
 
 BOTH = pytest.mark.parametrize("place", ["test", "laptop"], indirect=True)
 SCRIPT = """#!/bin/bash
@@ -107,7 +107,7 @@ def test_ctrl_c_ends_the_reading_and_not_the_job(tmp_path, monkeypatch, plain, c
     text = program("import time\ntime.sleep(1000)\n")
     course("submit", "--script", plain, "--profile", "laptop", text)
     with monkeypatch.context() as while_reading:
-        while_reading.setattr("course_lib.cluster.logs.time.sleep", typed)
+        while_reading.setattr("course_lib.jobs.logs.time.sleep", typed)
         told = course("logs", "-f", "program-1", fails=True)
     assert told.endswith("\nprogram-1 goes on; course cancel program-1 would end it.\n")
     assert "is cancelled" in course("cancel", "program-1")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.cluster.collect import collect
-from course_lib.cluster.job import Job
-from course_lib.cluster.profile import find_cluster_folder, read_profile
-from course_lib.cluster.scheduler import GONE, JobState, NoAnswerError, SchedulerError
-from course_lib.cluster.submissions import Submission, find_submission, read_submissions, refresh
-from course_lib.cluster.submit import limits_of, submit_job
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord, read_runs
+from course_lib.jobs.collect import collect
+from course_lib.jobs.job import Job
+from course_lib.jobs.profile import find_cluster_folder, read_profile
+from course_lib.jobs.scheduler import GONE, JobState, NoAnswerError, SchedulerError
+from course_lib.jobs.submissions import Submission, find_submission, read_submissions, refresh
+from course_lib.jobs.submit import limits_of, submit_job
 from course_lib.ranks.launch import attempt_folder
 
 PLAIN = """#!/bin/bash
@@ -113,7 +113,7 @@ def test_where_nothing_came_home_it_says_why(submission, course, monkeypatch):
     ]
     submission(RUNNING)
     monkeypatch.setattr(
-        "course_lib.cluster.submissions.scheduler_of", lambda *_: Deaf(CourseError(), "17")
+        "course_lib.jobs.submissions.scheduler_of", lambda *_: Deaf(CourseError(), "17")
     )
     told = "ddp-1: RUNNING: no records yet. Collect again when it has ended.\n"
     assert course("collect") == told
@@ -192,7 +192,7 @@ def deaf(tmp_path, monkeypatch):
     def do(answer: Exception, found: str | None = None) -> str:
         for module in ("submit", "submissions"):
             monkeypatch.setattr(
-                f"course_lib.cluster.{module}.scheduler_of", lambda *_: Deaf(answer, found)
+                f"course_lib.jobs.{module}.scheduler_of", lambda *_: Deaf(answer, found)
             )
         job = Job(name="ddp", program="ddp.py", run_folder="runs")
         with pytest.raises(CourseError) as error:

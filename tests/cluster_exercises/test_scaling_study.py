@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from course_lib.checks import find_exercise
-from course_lib.cluster.lint.check import lint_job
-from course_lib.cluster.lint.script import Script
-from course_lib.cluster.slurm_time import read_time_s
 from course_lib.core import CourseError
 from course_lib.cost.flops import train_step_flop
 from course_lib.cost.params import count_params
+from course_lib.jobs.lint.check import lint_job
+from course_lib.jobs.lint.script import Script
+from course_lib.jobs.slurm_time import read_time_s
 from course_lib.scaling_study import results as own
 from course_lib.scaling_study.amdahl import StrongScaling
 from course_lib.scaling_study.explorer import DEVICES, LINKS, SHOWS, STRATEGIES, draw_study, rows_of

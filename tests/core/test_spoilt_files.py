@@ -22,26 +22,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course_lib.cluster.job import Job
-from course_lib.cluster.lint.check import findings_text, lint_job
-from course_lib.cluster.local.job import LocalJob, state_of
-from course_lib.cluster.profile import Profile, profile_text, read_profile
-from course_lib.cluster.scheduler import JobState
-from course_lib.cluster.submissions import read_submission
 from course_lib.core import CourseError, Event, Ledger, RunRecord
 from course_lib.core.files import read_text
 from course_lib.core.presets import find_model
 from course_lib.core.specs import spec_fields
+from course_lib.jobs.job import Job
+from course_lib.jobs.lint.check import findings_text, lint_job
+from course_lib.jobs.local.job import LocalJob, state_of
+from course_lib.jobs.profile import Profile, profile_text, read_profile
+from course_lib.jobs.scheduler import JobState
+from course_lib.jobs.submissions import read_submission
 from course_lib.memory.calculator import Setup
 from course_lib.memory.explorer import accounting_table
-from course_lib.notebooks.learner_work import carry_over, is_touched
-from course_lib.notebooks.lessons import Lesson, read_notebook, write_notebook
-from course_lib.notebooks.progress import STATUSES, progress
-from course_lib.notebooks.update import finish_cut_off
 from course_lib.scaling_study.measure_link import read_links
 from course_lib.scaling_study.report import notes, tables
 from course_lib.scaling_study.results import SAMPLES, read_results
 from course_lib.scaling_study.study_run import StudyRun, read_list
+from course_lib.workbooks.learner_progress import STATUSES, progress
+from course_lib.workbooks.learner_work import carry_over, is_touched
+from course_lib.workbooks.lessons import Lesson, read_notebook, write_notebook
+from course_lib.workbooks.update import finish_cut_off
 
 ODD = (
     *(None, True, -1, 0, 1, 7, 1.5, 1e-9, 1e300, 10**12, 2**63, 10**400),

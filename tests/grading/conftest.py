@@ -7,14 +7,14 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from course_lib.grading import class_run
-from course_lib.grading.assignment import Assignment, write_assignment
-from course_lib.grading.class_run import grade_class, graders
-from course_lib.grading.gradebook import Gradebook
-from course_lib.grading.grader import Grader, RunGroup
-from course_lib.grading.sandbox import find_sandbox
-from course_lib.grading.submission import find_submissions
-from course_lib.grading.task import GradingTask, task_of_assignment
+from course_lib.workbooks.assignment import Assignment, write_assignment
+from course_tools.grading import class_run
+from course_tools.grading.class_run import grade_class, graders
+from course_tools.grading.gradebook import Gradebook
+from course_tools.grading.grader import Grader, RunGroup
+from course_tools.grading.sandbox import find_sandbox
+from course_tools.grading.submission import find_submissions
+from course_tools.grading.task import GradingTask, task_of_assignment
 from tests.grading.hostile_answers import RIGHT_SPLIT, SPLIT
 
 KEYS = ("toy-1", "toy-2", "toy-3")

@@ -15,14 +15,14 @@ import nbformat
 import pytest
 
 from course_lib.core.course_files import course_folder
-from course_lib.grading import class_run
-from course_lib.grading.assignment import Assignment
-from course_lib.grading.class_run import grade_class, graders
-from course_lib.grading.compose import chosen, compose
-from course_lib.grading.gradebook import Gradebook
-from course_lib.grading.sandbox import find_sandbox
-from course_lib.grading.submission import HandedIn
-from course_lib.grading.task import task_of_assignment
+from course_lib.workbooks.assignment import Assignment
+from course_tools.grading import class_run
+from course_tools.grading.class_run import grade_class, graders
+from course_tools.grading.compose import chosen, compose
+from course_tools.grading.gradebook import Gradebook
+from course_tools.grading.sandbox import find_sandbox
+from course_tools.grading.submission import HandedIn
+from course_tools.grading.task import task_of_assignment
 
 SEED, NUM_STUDENTS, NUM_ANSWERS = 7, 20, 2
 LIMITS_S = (8, 15, 30, 60)  # of a cell: the first ones strike while right answers run

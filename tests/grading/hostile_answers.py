@@ -27,7 +27,7 @@ def mean(x):
 PATCHED = """
 import sys
 from types import SimpleNamespace
-import course_lib.checks, course_lib.grading.observing as observing
+import course_lib.checks, course_tools.grading.observing as observing
 def passed(key, *_, **__):
     print(f"{key}: right. Well done.")
 """
@@ -44,7 +44,8 @@ GAINS = {
         + WRONG,
         "sys-modules": PATCHED
         + "fake = SimpleNamespace(check=passed)\n"
-        + "sys.modules['course_lib.grading.observing'] = sys.modules['course_lib.checks'] = fake\n"
+        + "sys.modules['course_tools.grading.observing'] = fake\n"
+        + "sys.modules['course_lib.checks'] = fake\n"
         + WRONG,
         "frozen-check": PATCHED
         + "exercise = course_lib.checks.find_exercise('toy-1')\n"
@@ -132,7 +133,7 @@ def gain_nothing(split_class, out: Path, mine: Mapping[str, str]) -> None:
 FORGED = PATCHED + (
     "import json, os\n"
     "from pathlib import Path\n"
-    "from course_lib.grading.plain_data import write_data\n"
+    "from course_tools.grading.plain_data import write_data\n"
     "out = Path(os.environ['COURSE_OUT'])\n"
 )
 # what tries to get past the check on ranks, or writes results: which answer, and its text

@@ -12,12 +12,12 @@ from typing import TypeVar
 import psutil
 
 import course_lib
-from course_lib.grading.class_run import grade_class, graders
-from course_lib.grading.gradebook import Gradebook
-from course_lib.grading.graded import Graded
-from course_lib.grading.sandbox import find_sandbox
-from course_lib.grading.submission import find_submissions
-from course_lib.grading.watchdog import MiB, RunLimits
+from course_tools.grading.class_run import grade_class, graders
+from course_tools.grading.gradebook import Gradebook
+from course_tools.grading.graded import Graded
+from course_tools.grading.sandbox import find_sandbox
+from course_tools.grading.submission import find_submissions
+from course_tools.grading.watchdog import MiB, RunLimits
 
 T = TypeVar("T")
 HONEST = "zoe"  # the last in the class

@@ -17,7 +17,7 @@ from course_lib.checks.exercise import Cause, CheckFailed, exercises_of, find_ex
 from course_lib.checks.lesson_source import read_source, solved
 from course_lib.checks.right_answer import at_work_in
 from course_lib.core import CourseError
-from course_lib.grading.assignment import (
+from course_lib.workbooks.assignment import (
     Assignment,
     demand_exercises,
     due_time,
@@ -26,9 +26,9 @@ from course_lib.grading.assignment import (
     to_toml,
     write_assignment,
 )
-from course_lib.grading.compose import buildable, chosen, compose
-from course_lib.notebooks.lessons import all_lessons
-from course_lib.notebooks.source_rules import problems
+from course_lib.workbooks.lessons import all_lessons
+from course_tools.authoring.source_rules import problems
+from course_tools.grading.compose import buildable, chosen, compose
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 WORDS = tuple(lesson.name for lesson in all_lessons(NOTEBOOKS))
@@ -403,7 +403,7 @@ def test_observed_values_cross_as_json(own):
 def test_frozen_values_take_the_place_of_the_source(own, monkeypatch):
     import json
 
-    from course_lib.grading.release import freeze
+    from course_tools.grading.release import freeze
 
     with at_work_in(own):
         values = freeze(assignment("hw1-1", "ddp-3"), "")

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import course_lib
 from course_lib.checks.exercise import exercises_of
 from course_lib.checks.right_answer import SEEN
 from course_lib.core import CourseError
-from course_lib.grading.bare_course import copy_bare, library_text
-from course_lib.notebooks.lessons import Lesson, all_lessons, find_folder
+from course_lib.workbooks.lessons import Lesson, all_lessons, find_folder
+from course_tools.grading.bare_course import copy_bare, library_text
 
 LESSONS = [lesson.word for lesson in all_lessons(find_folder())]
 LIBRARY = [place for word in LESSONS for one in exercises_of(word) for place in one.library]
@@ -29,14 +28,14 @@ for word in sys.argv[1:]:
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
     to = tmp_path_factory.mktemp("course")
-    copy_bare(Path(course_lib.__file__).parent, to)
+    copy_bare(to)
     return to
 
 
 @pytest.fixture(scope="module")
 def hiding(tmp_path_factory) -> Path:
     to = tmp_path_factory.mktemp("hiding")
-    copy_bare(Path(course_lib.__file__).parent, to, LIBRARY)
+    copy_bare(to, LIBRARY)
     return to
 
 
@@ -57,7 +56,7 @@ def test_every_exercise_can_be_observed_and_none_be_judged(copy):
 
 
 def test_there_is_no_lesson_in_it_and_no_planted_mistake(copy):
-    assert {path.name for path in copy.iterdir()} == {"course_lib"}
+    assert {path.name for path in copy.iterdir()} == {"course_lib", "course_tools"}
     texts = {path: path.read_text() for path in copy.glob("course_lib/checks/*/*.py")}
     assert len(texts) > 50
     assert [path for path, text in texts.items() if "Edit(" in text or "Own(" in text] == []
@@ -91,7 +90,7 @@ def test_hidden_cases_come_without_what_judges_them(tmp_path):
         "def wrong(got, need):\n    return got == ANSWER\n\n\n"
         "HIDDEN = {'toy-1': Cases(cases=list, look='', success='', symptoms=((wrong, None),))}\n"
     )
-    copy_bare(Path(course_lib.__file__).parent, tmp_path / "copy", own=own)
+    copy_bare(tmp_path / "copy", own=own)
     text = (tmp_path / "copy/hidden.py").read_text()
     assert "toy-1" in text
     assert "42" not in text

@@ -9,15 +9,15 @@ import nbformat
 import pytest
 
 from course_lib.core import CourseError
-from course_lib.grading import class_run
-from course_lib.grading.class_run import grade_class, graders
-from course_lib.grading.gradebook import Gradebook
-from course_lib.grading.graded import Graded
-from course_lib.grading.grader import Grader, RunGroup, Turns
-from course_lib.grading.sandbox import Ended, Sandbox
-from course_lib.grading.submission import find_submissions
-from course_lib.notebooks.grading import Verdict
-from course_lib.notebooks.lessons import exercise_cells
+from course_lib.workbooks.check_notebook import Verdict
+from course_lib.workbooks.lessons import exercise_cells
+from course_tools.grading import class_run
+from course_tools.grading.class_run import grade_class, graders
+from course_tools.grading.gradebook import Gradebook
+from course_tools.grading.graded import Graded
+from course_tools.grading.grader import Grader, RunGroup, Turns
+from course_tools.grading.sandbox import Ended, Sandbox
+from course_tools.grading.submission import find_submissions
 from tests.grading.conftest import RIGHT, Class
 
 NO_RANKS = {"toy_3": ""}  # not done: ranks take the longest to start

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course_lib.grading.by_hand import Hand
-from course_lib.grading.feedback import (
+from course_lib.workbooks.check_notebook import Verdict
+from course_tools.grading.by_hand import Hand
+from course_tools.grading.feedback import (
     FOLDER,
     OVERVIEW,
     SIMILARITY,
@@ -16,8 +17,7 @@ from course_lib.grading.feedback import (
     student_page,
     write_feedback,
 )
-from course_lib.grading.graded import Graded
-from course_lib.notebooks.grading import Verdict
+from course_tools.grading.graded import Graded
 from tests.grading.hostile import HOSTILE, Page, is_plain
 
 POINTS = {"ddp-1": 2.5, "ddp-2": 4, "own-1": 1}

@@ -15,8 +15,8 @@ from course_lib.checks.exercise import Cause, find_exercise
 from course_lib.checks.on_ranks import Observed, Run
 from course_lib.checks.right_answer import at_work_in
 from course_lib.core import CourseError
-from course_lib.grading.judge import LATE, Judge, judge
-from course_lib.grading.plain_data import from_plain, read_data, to_plain, write_data
+from course_tools.grading.judge import LATE, Judge, judge
+from course_tools.grading.plain_data import from_plain, read_data, to_plain, write_data
 
 SECRET = "a-secret-of-the-instructor"
 
@@ -242,14 +242,14 @@ def test_a_cause_crosses_as_its_sentence_and_fills_in_nothing():
 
 
 def test_a_judge_that_is_late_has_judged_nothing_and_is_started_again(toy, monkeypatch):
-    monkeypatch.setattr("course_lib.grading.judge.LIMIT_S", 0.0)
+    monkeypatch.setattr("course_tools.grading.judge.LIMIT_S", 0.0)
     out, right = toy.folder / "out", toy.folder / "right"
     torch.save([3, 3], out / "toy-1.pt")
     asked = Judge()
     try:
         late = asked.verdict("toy-1", toy.home, out, right)
         assert (late.status, late.detail) == ("not judged", LATE)
-        monkeypatch.setattr("course_lib.grading.judge.LIMIT_S", 120.0)
+        monkeypatch.setattr("course_tools.grading.judge.LIMIT_S", 120.0)
         assert asked.verdict("toy-1", toy.home, out, right).status == "right"
     finally:
         asked.close()

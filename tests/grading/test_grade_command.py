@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from course_lib.cli.grade_command import _is_settled, _progress, _show, _stopped_by_ctrl_c
-from course_lib.grading.by_hand import Hand
-from course_lib.grading.class_run import add_absent
-from course_lib.grading.gradebook import Gradebook
-from course_lib.grading.graded import Graded
-from course_lib.grading.sandbox import Sandbox
-from course_lib.notebooks.grading import Verdict
+from course_lib.workbooks.check_notebook import Verdict
+from course_tools.commands.grade_command import _is_settled, _progress, _show, _stopped_by_ctrl_c
+from course_tools.grading.by_hand import Hand
+from course_tools.grading.class_run import add_absent
+from course_tools.grading.gradebook import Gradebook
+from course_tools.grading.graded import Graded
+from course_tools.grading.sandbox import Sandbox
 from tests.grading.conftest import Class
 
 POINTS = {"ddp-1": 3.0, "ddp-2": 2.0}

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib.core import CourseError
-from course_lib.grading.by_hand import BY_HAND, Hand, read_by_hand
-from course_lib.grading.gradebook import (
+from course_lib.workbooks.check_notebook import Verdict
+from course_tools.grading.by_hand import BY_HAND, Hand, read_by_hand
+from course_tools.grading.gradebook import (
     EXERCISES,
     GRADEBOOK,
     JUNIT,
@@ -25,8 +26,7 @@ from course_lib.grading.gradebook import (
     csv_text,
     number_text,
 )
-from course_lib.grading.graded import STATUSES, Graded
-from course_lib.notebooks.grading import Verdict
+from course_tools.grading.graded import STATUSES, Graded
 from tests.grading.hostile import FORMULA, HOSTILE, is_plain
 
 POINTS = {"ddp-1": 2.5, "ddp-2": 4}

@@ -12,7 +12,7 @@ import zipfile
 import nbformat
 import pytest
 
-from course_lib.grading import class_run
+from course_tools.grading import class_run
 from tests.grading.conftest import Class
 from tests.grading.hostile_class import NOTHING, graded_class, one_of_each, statuses
 from tests.grading.hostile_runs import ENDS, LEAVES, are_ended, hand_in_all

@@ -16,12 +16,12 @@ from rich.console import Console
 from course_lib.checks import CheckFailed
 from course_lib.checks.exercise import find_exercise
 from course_lib.core import CourseError
-from course_lib.grading import pack as packing
-from course_lib.grading.assignment import read_assignment, write_assignment
-from course_lib.grading.compose import chosen, compose
-from course_lib.grading.pack import pack
-from course_lib.grading.release import read_class, release
-from course_lib.notebooks.lessons import Lesson
+from course_lib.workbooks import pack as packing
+from course_lib.workbooks.assignment import read_assignment, write_assignment
+from course_lib.workbooks.lessons import Lesson
+from course_lib.workbooks.pack import pack
+from course_tools.grading.compose import chosen, compose
+from course_tools.grading.release import read_class, release
 from tests.grading.test_assignment import NOTEBOOKS, assignment, write_own
 
 REAL = ("ranks-1", "collectives-2", "ddp-1", "ddp-2", "hw1-1")
@@ -77,6 +77,7 @@ def test_no_answer_is_in_the_zip(real):
     files = texts(real / "release" / "hw1.zip")
     for name, text in files.items():
         assert name.startswith("hw1/")
+        assert not name.startswith("hw1/course_tools")
         assert not {"solved", "source", "hidden.py", ".git", "__pycache__"} & set(name.split("/"))
         if not name.startswith("hw1/course_lib/"):
             assert "-(-count" not in text, name  # the solution of hw1-1
@@ -106,7 +107,7 @@ def test_what_make_lab_needs_is_in_it(bundle):
     assert [line.split()[1] for line in help_text.splitlines()] == [
         *("help", "environment", "lab", "check", "pack")
     ]
-    assert (bundle / "course_lib/notebooks/lab_extension/static/remoteEntry.js").is_file()
+    assert (bundle / "course_lib/workbooks/lab_extension/static/remoteEntry.js").is_file()
     check = "import sys; sys.path.insert(0, 'tools'); import environment"
     subprocess.run([sys.executable, "-S", "-c", check], check=True, env={})
     readme = (bundle / "README.md").read_text()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course_lib.grading.similarity import SimilarPair, similar, tokens
-from course_lib.grading.similarity_report import MOST_SHOWN, TABLE, write_similarity
+from course_tools.grading.similarity import SimilarPair, similar, tokens
+from course_tools.grading.similarity_report import MOST_SHOWN, TABLE, write_similarity
 from tests.grading.hostile import FORMULA, HOSTILE, Page, is_plain
 
 STUB = '''

@@ -17,7 +17,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import psutil
 
 TOKEN = "lab-under-test"
-BUTTONS = Path(__file__).resolve().parents[2] / "course_lib" / "notebooks" / "lab_extension"
+BUTTONS = Path(__file__).resolve().parents[2] / "course_lib" / "workbooks" / "lab_extension"
 START_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 60.0
 _ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"

@@ -7,7 +7,7 @@ import pytest
 from nbformat import NotebookNode
 from playwright.sync_api import expect
 
-from course_lib.notebooks.lessons import find_folder, tags_of
+from course_lib.workbooks.lessons import find_folder, tags_of
 
 from .notebook import Notebook
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from course_lib.core import CourseError
-from course_lib.notebooks.build import main
+from course_tools.authoring.build import main
 
 UP_TO_DATE = "00_toy: up to date; 0 of 14 code cells are measured\n"
 # The outputs of these depend on the machine: on time, process, folder, settings, cores, hashes.
@@ -255,7 +255,7 @@ def test_an_unknown_lesson_is_one_sentence(toy, capsys):
 def test_stopping_a_build_ends_the_kernel_and_leaves_the_notebooks(toy, kernels):
     toy.edit_source('print("walk", 1)', "while True: pass")
     before = toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes()
-    command = [sys.executable, "-m", "course_lib.notebooks.build"]
+    command = [sys.executable, "-m", "course_tools.authoring.build"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as build:
         kernel = kernels.of(build.pid)
         time.sleep(1)
@@ -310,7 +310,7 @@ def test_stopping_the_second_run_ends_all_and_leaves_the_notebooks(toy, kernels)
         f'    open("{toy.folder}/here", "w").close()\n    while True: pass',
     )
     before = toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes()
-    command = [sys.executable, "-m", "course_lib.notebooks.build"]
+    command = [sys.executable, "-m", "course_tools.authoring.build"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as build:
         give_up = time.monotonic() + 60
         while not (toy.folder / "here").exists() and time.monotonic() < give_up:

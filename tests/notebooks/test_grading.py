@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from course_lib.core import CourseError
-from course_lib.notebooks.grading import GradeReport, Verdict, grade
+from course_lib.workbooks.check_notebook import GradeReport, Verdict, grade
 
 RIGHT = "    return x + y\n"
 
@@ -32,7 +32,7 @@ def statuses(report: GradeReport) -> list[str]:
 
 
 def test_the_stubs_are_not_done_and_nothing_runs(toy, monkeypatch):
-    monkeypatch.delattr("course_lib.notebooks.merge_answers.run_nbval")
+    monkeypatch.delattr("course_lib.workbooks.merge_answers.run_nbval")
     report = judge(toy)
     assert statuses(report) == ["not done"] * 4
     assert "saved" in report.notes[0]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from course_lib.notebooks import missing_packages as packages
+from course_lib.workbooks import missing_packages as packages
 
 NEEDED = [
     *("torch==2.13.0", "numpy<3,>=2.1", "ipykernel<8,>=7", "cloudpickle>=3.1", "jupyterlab<5"),
@@ -61,7 +61,7 @@ def test_what_does_not_go_with_them_is_installed_alone_and_a_failure_is_told(pip
 
 
 def test_where_nothing_is_missing_nothing_is_installed():
-    command = [sys.executable, "-m", "course_lib.notebooks.missing_packages"]
+    command = [sys.executable, "-m", "course_lib.workbooks.missing_packages"]
     said = subprocess.check_output(command, text=True)
     assert said.startswith("The course is installed; torch ")
     assert "stayed" in said

@@ -13,9 +13,9 @@ from rich.console import Console
 from course_lib.checks.exercise import exercises_of
 from course_lib.checks.lesson_source import read_source
 from course_lib.display.predict import stand_in
-from course_lib.notebooks.build import build, read_lesson, student_notebook
-from course_lib.notebooks.lessons import all_lessons, find_folder, tags_of, write_notebook
-from course_lib.notebooks.nbval_run import run_nbval
+from course_lib.workbooks.lessons import all_lessons, find_folder, tags_of, write_notebook
+from course_lib.workbooks.nbval_run import run_nbval
+from course_tools.authoring.build import build, read_lesson, student_notebook
 
 FOLDER = find_folder()
 CELL_TIMEOUT_S = 120

@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from course_lib.notebooks.lessons import find_folder, tags_of
+from course_lib.workbooks.lessons import find_folder, tags_of
 
 REPOSITORY = find_folder().parent
 REAL_LESSON = "01_memory"

@@ -5,7 +5,7 @@ import pytest
 from course_lib.checks.lesson_source import for_students, read_source, solved
 from course_lib.checks.right_answer import code_cells
 from course_lib.core import CourseError
-from course_lib.notebooks.source_rules import problems
+from course_tools.authoring.source_rules import problems
 
 OPENING = """\
 # %% [markdown]

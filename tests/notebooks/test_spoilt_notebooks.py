@@ -13,10 +13,10 @@ import pytest
 from course_lib.cli import main
 from course_lib.core import CourseError
 from course_lib.core.files import LARGEST_BYTES
-from course_lib.notebooks import progress as progress_of
-from course_lib.notebooks.grading import GradeReport, Verdict
-from course_lib.notebooks.lessons import read_notebook, write_notebook
-from course_lib.notebooks.verdict_files import write_junit
+from course_lib.workbooks import learner_progress as progress_of
+from course_lib.workbooks.check_notebook import GradeReport, Verdict
+from course_lib.workbooks.lessons import read_notebook, write_notebook
+from course_lib.workbooks.verdict_files import write_junit
 
 RIGHT = "def add_1(x, y):\n    return x + y\n"
 
@@ -244,7 +244,7 @@ def test_verdicts_that_cannot_be_kept_are_shown(course, toy):
 def test_a_place_that_cannot_be_written_is_told_before_the_work(
     course, toy, tmp_path, monkeypatch, place, says
 ):
-    monkeypatch.delattr("course_lib.notebooks.grading.read_notebook")  # no work is begun
+    monkeypatch.delattr("course_lib.workbooks.check_notebook.read_notebook")  # no work is begun
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     for words in (
@@ -260,7 +260,7 @@ def test_a_full_disk_is_told_before_the_work(course, toy, tmp_path, monkeypatch)
     def full(*given: object, **named: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.delattr("course_lib.notebooks.grading.read_notebook")
+    monkeypatch.delattr("course_lib.workbooks.check_notebook.read_notebook")
     monkeypatch.setattr("course_lib.core.files.whole_file", full)
     code, out, err = course("check", "00", "--junitxml", "marks.xml")
     assert (code, out) == (1, "")

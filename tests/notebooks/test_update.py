@@ -13,7 +13,7 @@ import pytest
 
 from course_lib.cli import main
 from course_lib.core import CourseError
-from course_lib.notebooks.update import finish_cut_off, update
+from course_lib.workbooks.update import finish_cut_off, update
 
 ANSWER, OWN_CELL = "mine = 'my answer'", "note = 'my own cell'"
 OTHER_ANSWER = "other = 'my other answer'"
@@ -23,7 +23,7 @@ NEW_TEXT = 'print("a new walk", 1)'
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from course_lib.notebooks.update import update
+from course_lib.workbooks.update import update
 
 ACTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "subprocess.Popen"}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -59,7 +59,7 @@ for step in range(1, 1000):
 UPDATE = """
 import sys
 from pathlib import Path
-from course_lib.notebooks.update import update
+from course_lib.workbooks.update import update
 
 update(Path(sys.argv[1]))
 """

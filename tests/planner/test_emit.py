@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from course_lib.cluster.lint.check import lint_job
 from course_lib.core import CourseError
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS, find_model
+from course_lib.jobs.lint.check import lint_job
 from course_lib.planner import Plan, find_cluster, predict
 from course_lib.planner.emit import emit, find_launches
 from course_lib.planner.launches import course_train, megatron_lm, torchtitan

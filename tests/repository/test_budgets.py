@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS: dict[str, int] = tomllib.loads((ROOT / "tests/repository/budgets.toml").read_text())
-SPLIT = ("course_lib", "tests")  # a budget for each package of theirs, one for every other folder
+SPLIT = ("course_lib", "course_tools", "tests")  # a budget a package; one for any other folder
 
 
 def lines_by_package(root: Path) -> Counter[str]:

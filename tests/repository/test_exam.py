@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from course_lib.accumulation import split_micro_batches
 from course_lib.checks.exercise import CheckFailed, find_exercise
-from course_lib.notebooks.lessons import all_lessons
 from course_lib.pipeline import Action
 from course_lib.tensor_parallel import copy_to_region, reduce_from_region
+from course_lib.workbooks.lessons import all_lessons
 from tests.terminal import ROOT
 from tools.exam_paper import paper, papers
 

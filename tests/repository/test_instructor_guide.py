@@ -11,8 +11,8 @@ import pytest
 
 from course_lib.checks.exercise import exercises_of
 from course_lib.checks.lesson_source import read_source, solved
-from course_lib.grading.feedback import STATUSES
-from course_lib.notebooks.lessons import all_lessons
+from course_lib.workbooks.lessons import all_lessons
+from course_tools.grading.feedback import STATUSES
 from tests.terminal import ROOT, commands, run
 
 GUIDE, ASSISTANTS, POLICY = (

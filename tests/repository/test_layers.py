@@ -15,8 +15,9 @@ LAYERS = (  # a package imports only from what stands before it
     *("core", "cost", "models", "ranks", "frameworks", "collectives", "display"),
     *("memory", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
     *("pipeline", "zero", "fsdp", "mesh", "checkpoint"),
-    *("train", "cluster", "planner", "scaling_study", "checks", "notebooks", "grading", "cli"),
+    *("train", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )
+WINGS = {"course_lib": LAYERS, "course_tools": (*LAYERS, "authoring", "grading", "commands")}
 NO_TORCH = (  # formulas and simulations, by path or by the name of the file
     *("core/", "cost/", "cost.py", "collectives/messages.py"),
     *("pipeline/actions.py", "pipeline/schedules.py", "pipeline/schedule_rules.py"),
@@ -35,7 +36,7 @@ LONGEST_FILE = 400
 
 
 def sources(root: Path) -> list[Path]:
-    return sorted((root / "course_lib").rglob("*.py"))
+    return sorted(path for wing in WINGS for path in (root / wing).rglob("*.py"))
 
 
 @functools.cache
@@ -56,20 +57,21 @@ def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def problem_of(name: str, place: str) -> str | None:
-    """Why a file of course_lib may not import this, or None."""
-    (here, file), parts = (place.split("/")[0], place.split("/")[-1]), name.split(".")
+def problem_of(name: str, path: Path) -> str | None:
+    """Why a file may not import this, or None. The path begins with its wing."""
+    wing, here, file = path.parts[0], path.parts[1], path.name
+    place, parts = path.relative_to(wing).as_posix(), name.split(".")
     if parts[0] in {"notebooks", "tests", "tools", "slides"}:
         return f"imports {parts[0]}"
-    if parts[0] != "course_lib":
+    if parts[0] not in WINGS:
         pure = any(place.startswith(word) or file == word for word in NO_TORCH)
         return f"is pure Python, and imports {parts[0]}" if pure and is_foreign(parts[0]) else None
     if len(parts) == 1 or here == file:  # course_lib/__init__.py
         return None if len(parts) == 1 else f"imports {parts[1]}, and stands above every package"
-    there = parts[1]
-    if there not in LAYERS or LAYERS.index(there) > LAYERS.index(here):
+    there, layers = parts[1], WINGS[wing]
+    if there not in layers or layers.index(there) > layers.index(here):
         return f"imports {there}, which does not stand before {here}"
-    if there == "display" != here and file not in DRAWS and here not in ("notebooks", "cli"):
+    if there == "display" != here and file not in DRAWS and here not in ("authoring", "cli"):
         return f"imports {there}: only {', '.join(DRAWS)} draw"
     if there == "frameworks" != here and file not in BESIDE and here != "train":
         return f"imports {there}: only train and {', '.join(BESIDE)} do"
@@ -86,15 +88,15 @@ def broken_imports(root: Path) -> list[str]:
         f"{path.relative_to(root)}:{line} {problem}"
         for path in sources(root)
         for line, name in imported(path, root)
-        if (problem := problem_of(name, str(path.relative_to(root / "course_lib"))))
+        if (problem := problem_of(name, path.relative_to(root)))
     ]
 
 
 def unknown_packages(root: Path) -> list[str]:
     """Folders without a place in the list of layers."""
-    folders = {path.relative_to(root).parts[1] for path in sources(root)}
-    unknown = (name for name in folders if "." not in name and name not in LAYERS)
-    return sorted(f"{name}/__init__.py" for name in unknown)
+    places = (path.relative_to(root).parts for path in sources(root))
+    unknown = {(wing, name) for wing, name, *_ in places if "." not in name}
+    return sorted(f"{name}/__init__.py" for wing, name in unknown if name not in WINGS[wing])
 
 
 def functions(root: Path) -> Iterator[tuple[str, int]]:
@@ -170,7 +172,8 @@ PLANTED = [
     (broken_imports, "ddp/planted.py", '"""."""\nfrom course_lib.zero import ZeRO1\n'),
     (broken_imports, "display/planted.py", '"""."""\nfrom ..checks import check\n'),
     (broken_imports, "checks/planted.py", '"""."""\nfrom course_lib.cli import main\n'),
-    (broken_imports, "notebooks/planted.py", '"""."""\nfrom notebooks.source import x\n'),
+    (broken_imports, "workbooks/planted.py", '"""."""\nfrom notebooks.source import x\n'),
+    (broken_imports, "cli/planted.py", '"""."""\nfrom course_tools.grading import task\n'),
     (broken_imports, "planted.py", '"""."""\nfrom course_lib.core import Link\n'),
     (unknown_packages, "planted/__init__.py", '"""."""\n'),
     (bare_asserts, "core/planted.py", '"""."""\nassert True\n'),

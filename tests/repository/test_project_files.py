@@ -118,7 +118,7 @@ def test_the_changelog_has_its_form_and_begins_with_what_is_not_released():
 
 def test_the_version_is_a_semantic_one_and_stands_in_no_code():
     assert re.fullmatch(r"\d+\.\d+\.\d+", PROJECT["version"])
-    for folder in ("course_lib", "tools"):
+    for folder in ("course_lib", "course_tools", "tools"):
         for path in (ROOT / folder).rglob("*.py"):
             assert "__version__ =" not in path.read_text(encoding="utf-8"), path
 
@@ -131,7 +131,9 @@ def test_contributing_names_commands_and_files_that_are_there():
     assert len(found) > 8
     assert {name for line in found for name in make_targets(line)} <= targets()
     for line in [*found, *re.findall(r"`([^`\n]+)`", CONTRIBUTING)]:
-        for name in re.findall(r"\b(?:tests|docs|tools|notebooks|course_lib)/[\w./]+", line):
+        for name in re.findall(
+            r"\b(?:tests|docs|tools|notebooks|course_(?:lib|tools))/[\w./]+", line
+        ):
             if "NN" not in name and "IDEA" not in name and "idea" not in name:
                 assert (ROOT / name).exists(), name
 

@@ -79,9 +79,9 @@ def test_the_map_names_every_package_once_and_in_the_order_of_the_course():
 
 
 def classes_and_aliases():
-    """(name, package) of every public class and type alias of course_lib."""
-    for path in sorted((ROOT / "course_lib").rglob("*.py")):
-        package = path.relative_to(ROOT / "course_lib").parts[0]
+    """(name, package) of every public class and type alias."""
+    for path in sorted(ROOT.glob("course_*/**/*.py")):
+        package = path.relative_to(ROOT).parts[1]
         for node in ast.parse(path.read_text()).body:
             name = getattr(node, "name", "") if isinstance(node, ast.ClassDef) else ""
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

@@ -10,9 +10,9 @@ import pytest
 
 from course_lib.checks.exercise import exercises_of
 from course_lib.checks.right_answer import SETTINGS
-from course_lib.grading.assignment import Assignment
-from course_lib.grading.compose import _part, chosen, source_text
-from course_lib.notebooks.lessons import all_lessons
+from course_lib.workbooks.assignment import Assignment
+from course_lib.workbooks.lessons import all_lessons
+from course_tools.grading.compose import _part, chosen, source_text
 from tests.repository.test_exam import ASKED
 from tests.terminal import ROOT, commands, run
 

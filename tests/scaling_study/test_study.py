@@ -11,14 +11,14 @@ import cloudpickle
 import pytest
 from typer.testing import CliRunner
 
-from course_lib.cluster.profile import Limits, Profile
-from course_lib.cluster.submissions import read_submissions, refresh
 from course_lib.core import CourseError, Link, ModelSpec, RunRecord, find_model
 from course_lib.core.errors import ShapeError
 from course_lib.core.specs import spec_fields
 from course_lib.cost.flops import train_step_flop
 from course_lib.cost.hardware import A100_80, RTX_2080_TI
 from course_lib.cost.params import count_params
+from course_lib.jobs.profile import Limits, Profile
+from course_lib.jobs.submissions import read_submissions, refresh
 from course_lib.scaling_study import array_element as element
 from course_lib.scaling_study import run_local as here
 from course_lib.scaling_study import submit

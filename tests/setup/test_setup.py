@@ -129,7 +129,7 @@ def test_the_environment_of_another_course_is_not_touched(environment, tmp_path)
 
 
 def test_the_buttons_are_linked_under_their_name_and_follow_the_course(environment, tmp_path):
-    venv, mine = tmp_path / "venv", ROOT / "course_lib" / "notebooks" / "lab_extension"
+    venv, mine = tmp_path / "venv", ROOT / "course_lib" / "workbooks" / "lab_extension"
     for root in (tmp_path / "moved away", ROOT, ROOT):
         environment.link_buttons(root, venv)
     (link,) = (venv / "share" / "jupyter" / "labextensions").iterdir()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.grading.bubblewrap import may_use_uids
-from course_lib.grading.sandbox import RunLimits
+from course_tools.grading.bubblewrap import may_use_uids
+from course_tools.grading.sandbox import RunLimits
 from tests.grading.sandbox.guests import AS_NOBODY, NOBODY, Guest, leftovers
 
 

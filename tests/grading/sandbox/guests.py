@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from course_lib.grading.bubblewrap import may_use_uids
+from course_tools.grading.bubblewrap import may_use_uids
 
 ROOT = Path(__file__).resolve().parents[3]
 NOBODY = 65534

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from course_lib.grading.sandbox import RunLimits, Sandbox
+from course_tools.grading.sandbox import RunLimits, Sandbox
 
 request = json.loads(sys.argv[1])
 folder = Path(request["folder"])

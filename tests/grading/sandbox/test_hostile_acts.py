@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.grading.bubblewrap import may_use_uids
+from course_tools.grading.bubblewrap import may_use_uids
 from tests.grading.sandbox.guests import NOBODY, running
 
 MiB = 2**20

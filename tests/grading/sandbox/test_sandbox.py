@@ -6,8 +6,8 @@ import uuid
 import pytest
 
 from course_lib.core import CourseError
-from course_lib.grading.bubblewrap import free_uid, may_use_uids
-from course_lib.grading.sandbox import RunLimits, Sandbox, find_sandbox
+from course_tools.grading.bubblewrap import free_uid, may_use_uids
+from course_tools.grading.sandbox import RunLimits, Sandbox, find_sandbox
 from tests.grading.sandbox.guests import ROOT, running
 
 MiB = 2**20
@@ -157,6 +157,6 @@ def test_files_that_the_other_uid_cannot_read_are_named(here):
 
 @pytest.mark.skipif(not may_use_uids(), reason="only root takes another uid")
 def test_each_run_has_a_uid_of_its_own(monkeypatch):
-    monkeypatch.setattr("course_lib.grading.bubblewrap.FREE_UIDS", range(20_000, 20_003))
+    monkeypatch.setattr("course_tools.grading.bubblewrap.FREE_UIDS", range(20_000, 20_003))
     with free_uid() as first, free_uid() as second, free_uid() as third:
         assert {first, second, third} == {20_000, 20_001, 20_002}

@@ -1,0 +1,1 @@
+"""Build the notebooks of a lesson from its source, and begin an exercise."""
