@@ -126,7 +126,7 @@ class Watch:
         finally:
             self._step = None
         after = state_of(given)
-        changed = [name for name in before | after if not _same(before.get(name), after.get(name))]
+        changed = changes(before, after)
         told = [(line, len([*same])) for line, same in groupby(step.order)]
         lines = [f"{n} x {line}" if n > 1 else line for line, n in told]
         step.shown |= {CHANGED: changed, UNWAITED: step.unwaited, ORDER: lines}
@@ -260,6 +260,11 @@ def state_of(given: dict[str, Any]) -> dict[str, Any]:
     for name, thing in given.items():
         state |= dict(_state(name, thing))
     return state
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the names of what two states do not have in common."""
+    return [name for name in before | after if not _same(before.get(name), after.get(name))]
 
 
 def _state(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
