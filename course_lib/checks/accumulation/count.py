@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from course_lib.checks.accumulation.effects import EffectCase, Effects
-from course_lib.checks.cases import A_FLOAT, whole
+from course_lib.checks.cases import whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 from course_lib.checks.expect import on_ranks
@@ -20,8 +20,21 @@ EVEN = (
 UNEVEN = ((96, 8, 8, 1), (96, 8, 4, 2), (100, 8, 2, 3), (48, 6, 4, 4), (100, 4, 2, 1))
 NOT_EVEN = "sizes that do not divide evenly"
 ROUNDED = Cause("Rounding would silently change the batch: raise a ValueError.")
-NOT_ALL_EVEN = Cause("A remainder is wrong even if there is a whole micro-batch before it.")
 RETURNED = Cause("The error came back as a result: raise it.")
+TOKENS = Cause("That counts tokens; a micro-batch consists of sequences.")
+ALL_RANKS = Cause("The ranks share the work: each does 1/dp of it.")
+SEQUENCES = Cause("That counts sequences; return the number of micro-batches.")
+TIMES_DP = Cause("More ranks run fewer micro-batches each: divide by dp.")
+NOT_BY_DP = Cause(
+    "All ranks need the same number of micro-batches: the sizes must divide by dp, too."
+)
+NO_SEQUENCE = Cause(
+    "The tokens must divide evenly, too: 100 are not a whole number of sequences of 8."
+)
+ROUNDED_BEFORE = Cause(
+    "`//` rounds before `%` sees it: look at the remainder of the whole division."
+)
+ASSERTED = Cause("A ValueError is needed: raise it; `assert` raises an AssertionError, or nothing.")
 
 
 def _cases() -> list[EffectCase]:
@@ -63,62 +76,15 @@ COUNT_PARTS = Exercise(
         success="512 ranks run 1 micro-batch each; sizes that do not divide evenly are an error.",
     ),
     wrong=(
-        Edit(
-            COUNT,
-            "return num_tokens // (micro_batch * dp)",
-            Cause("That counts tokens; a micro-batch consists of sequences."),
-        ),
-        Edit(
-            COUNT,
-            "return num_tokens // (seq * micro_batch)",
-            Cause("The ranks share the work: each does 1/dp of it."),
-        ),
-        Edit(
-            COUNT,
-            "return num_tokens // (seq * dp)",
-            Cause("That counts sequences; return the number of micro-batches."),
-        ),
-        Edit(
-            COUNT,
-            "return num_tokens // (seq * micro_batch) * dp",
-            Cause("More ranks run fewer micro-batches each: divide by dp."),
-        ),
-        Edit(COUNT, "return num_tokens / (seq * micro_batch * dp)", A_FLOAT),
+        Edit(COUNT, "return num_tokens // (micro_batch * dp)", TOKENS),
+        Edit(COUNT, "return num_tokens // (seq * micro_batch)", ALL_RANKS),
+        Edit(COUNT, "return num_tokens // (seq * dp)", SEQUENCES),
+        Edit(COUNT, "return num_tokens // (seq * micro_batch) * dp", TIMES_DP),
         Edit(IF, "if False:", ROUNDED),
-        Edit(
-            IF,
-            "if False:",
-            Cause("Rounding up silently makes the batch larger: raise a ValueError."),
-            also=((COUNT, "return -(-num_tokens // (seq * micro_batch * dp))"),),
-        ),
-        Edit(
-            IF,
-            "if num_tokens % (seq * micro_batch):",
-            Cause(
-                "All ranks need the same number of micro-batches: the sizes must divide by dp, too."
-            ),
-        ),
-        Edit(
-            IF,
-            "if num_tokens // seq % (micro_batch * dp):",
-            Cause(
-                "The tokens must divide evenly, too: 100 are not a whole number of sequences of 8."
-            ),
-        ),
-        Edit(
-            IF,
-            "if num_tokens // seq // micro_batch % dp:",
-            Cause("`//` rounds before `%` sees it: look at the remainder of the whole division."),
-        ),
-        Edit(IF, "if num_tokens // (seq * micro_batch * dp) == 0:", NOT_ALL_EVEN),
-        Edit(IF, f"{IF[:-1]} and num_tokens < 3 * seq * micro_batch * dp:", NOT_ALL_EVEN),
-        Edit(
-            RAISE,
-            f"assert False, {RAISE[17:-1]}",
-            Cause(
-                "A ValueError is needed: raise it; `assert` raises an AssertionError, or nothing."
-            ),
-        ),
+        Edit(IF, "if num_tokens % (seq * micro_batch):", NOT_BY_DP),
+        Edit(IF, "if num_tokens // seq % (micro_batch * dp):", NO_SEQUENCE),
+        Edit(IF, "if num_tokens // seq // micro_batch % dp:", ROUNDED_BEFORE),
+        Edit(RAISE, f"assert False, {RAISE[17:-1]}", ASSERTED),
         Edit(RAISE, f"return {RAISE[6:]}", RETURNED),
     ),
 )

@@ -15,16 +15,18 @@ from torch.utils._pytree import tree_leaves
 from course_lib.checks.cases import NO_RESULT, Raised
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
 from course_lib.checks.expect import difference
-from course_lib.checks.expectations import CALLERS, DTYPE, SHAPE
+from course_lib.checks.expectations import DTYPE, SHAPE
 from course_lib.checks.limits import little_memory
+from course_lib.checks.properties import CALLERS, TRAINS
+from course_lib.checks.watch import CHANGED, changes, state_of
 from course_lib.memory.saved_tensors import activation_ledger
 
 EffectCase = tuple[str, Callable[[Callable[..., Any]], dict[str, Any]]]
 Done = Sequence[Any]  # what an answer did in each case, by label; or what it raised
 OLD = 1000.0  # what gradients hold before a step
-WRITTEN, HELD = "changed", "held for backward at once"
-LEFT = "what a micro-batch leaves in memory"
+HELD, LEFT = "held for backward at once", "what a micro-batch leaves in memory"
 NUMBERS_BYTES = 256  # for a few losses
+LOSS, GRAPH = "loss", "graph of the loss"
 NO_GRADIENT = Cause("No parameter has a gradient. Call backward on the loss of each part.")
 ALIVE = Cause(
     "The graphs of all micro-batches are alive at once: call backward in the loop, without "
@@ -34,37 +36,17 @@ LEFTOVERS = Cause(
     "Backward freed the graphs, but some tensor of every micro-batch, its logits or gradients, "
     "stays in memory to the end: keep only numbers, such as loss.detach()."
 )
-GRAPH = "graph of the loss"
 WITH_GRAPH = Cause("The loss that you return has a graph, and keeps it alive: add loss.detach().")
-RANDOM = "random numbers that come next"
-SEEDED = Cause(
-    "A seed was set: dropout would draw the same masks for every micro-batch, or in every step. "
-    "Do not touch the random state."
-)
-MODE, TRAINED = "mode of the model, in each call and afterwards", "parameters that need a gradient"
-SWITCHED = Cause(
-    "train() and eval() switch dropout and batch norm in every part of a model, and the caller may "
-    "have put a part into eval mode. Call neither."
-)
-FROZEN = Cause("A frozen parameter stays frozen: leave requires_grad as it is.")
-TIED = Cause(
-    "Two layers of a model may share a weight, which was counted once for each of them here: "
-    "model.parameters() returns every parameter once."
-)
-NO_GRAD_STAYS = Cause(
-    "A parameter that is frozen, or that no output depends on, has no gradient: its .grad is None. "
-    "Leave it None; with zeros there, the optimizer's weight decay moves the parameter."
-)
-OTHER_LOSS = Cause("That is the gradient of another loss: use loss_fn, whatever it is.")
-LOSS, LOSS_BITS = "loss", "bits of a number of the loss"
-FEWER_BITS = Cause(
-    "What you return has fewer digits than the losses: float32 keeps 7. Start from 0.0, as given, "
-    "and keep the losses' dtype."
-)
 NAN_LEFT_OUT = Cause(
     "If one part is nan, so is the mean of all. Leaving it out or replacing it hides that training "
     "has diverged: keep it."
 )
+LOOKS = {CHANGED: CALLERS, HELD: ALIVE, LEFT: LEFTOVERS, GRAPH: WITH_GRAPH}
+# memory that grows: the graph of each micro-batch is kept alive
+KEEP = """loss.backward(retain_graph=True)
+model.kept = [*getattr(model, 'kept', []), loss]"""
+# what any answer can do to the model and the tensors that it is given
+TO_CALLERS = tuple(one for one in TRAINS if one.cause == CALLERS and one.name != "empties the list")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +71,7 @@ class Effects:
         """Observe the answer in each case; yield what it did, or what it raised."""
         for _, observe in self.cases():
             try:
-                with little_memory():
+                with little_memory(), torch.random.fork_rng(devices=[]):
                     done = observe(answer)
                 yield done
             except (NotImplementedError, NotDone, MemoryError):
@@ -150,57 +132,13 @@ class Effects:
         return known.get(kind) or self.looks.get(label) or self.look
 
 
-LOOKS = {
-    WRITTEN: CALLERS,
-    HELD: ALIVE,
-    LEFT: LEFTOVERS,
-    GRAPH: WITH_GRAPH,
-    LOSS_BITS: FEWER_BITS,
-    MODE: SWITCHED,
-    TRAINED: FROZEN,
-    RANDOM: SEEDED,
-}
-
-
 @contextmanager
-def watched(
-    model: nn.Module | None = None, **inputs: Tensor | list[Any]
-) -> Iterator[dict[str, Any]]:
-    """Yield a dict that gets, at the end, the names of the tensors and lists that have changed.
-
-    Of a model that draws no random numbers, it gets whether its mode is as before, in each call
-    and afterwards, which parameters need a gradient, and which random numbers come next.
-    """
-    before = {name: _state(value) for name, value in inputs.items()}
-    modes, seen = [_modes(model)], dict[str, Any]()
-    random = torch.get_rng_state()
-    flags = [param.requires_grad for param in model.parameters()] if model else []
-    if model:
-        model.register_forward_pre_hook(lambda *_: modes.append(_modes(model)))
+def watched(may_change: Iterable[str] = (), /, **given: Any) -> Iterator[dict[str, Any]]:
+    """Yield a dict that gets, at the end, the names of what has changed of the caller's."""
+    torch.rand(1)  # else who seeds as a case did changes nothing
+    before, seen = state_of(given), dict[str, Any]()
     yield seen
-    changed = (name for name, old in before.items() if not _as_before(inputs[name], old))
-    seen[WRITTEN] = " and ".join(changed) or "nothing"
-    if model:
-        modes.append(_modes(model))
-        seen[MODE] = "as before" if all(each == modes[0] for each in modes) else "another"
-        same = flags == [param.requires_grad for param in model.parameters()]
-        seen[TRAINED] = "the same" if same else "others"
-        seen[RANDOM] = "the same" if torch.equal(random, torch.get_rng_state()) else "others"
-
-
-def _state(value: Tensor | list[Any]) -> Any:
-    return (value.detach().clone(), value.requires_grad) if isinstance(value, Tensor) else [*value]
-
-
-def _as_before(value: Tensor | list[Any], old: Any) -> bool:
-    if isinstance(value, Tensor):
-        return torch.equal(value, old[0]) and value.requires_grad == old[1]
-    return len(value) == len(old) and all(map(lambda one, other: one is other, value, old))
-
-
-def _modes(model: nn.Module | None) -> list[bool]:
-    """Return of each part whether it is in training."""
-    return [module.training for module in model.modules()] if model else []
+    seen[CHANGED] = [one for one in changes(before, state_of(given)) if one not in may_change]
 
 
 class LiveStorages(TorchDispatchMode):
@@ -234,20 +172,35 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def called(
-    answer: Callable[..., Any],
-    model: nn.Module,
-    *arguments: Any,
-    **inputs: Tensor | list[Any],
+    answer: Callable[..., Any], model: nn.Module, *arguments: Any, steps: bool = False, **given: Any
 ) -> tuple[dict[str, Any], list[int], Any]:
     """Call the answer; return what `watched` saw, the items in each call of the model, the result.
 
-    `inputs` are tensors and lists in the arguments that should not change.
+    `given` are tensors and lists in the arguments that should not change. Only an answer that
+    `steps` may change the numbers of parameters.
     """
-    calls = list[int]()
-    model.register_forward_pre_hook(lambda _module, given: calls.append(len(given[0])))
-    with watched(model, **inputs) as seen:
+    calls, modes = list[int](), [_modes(model)]
+
+    def note(_module: Any, inputs: Any) -> None:
+        calls.append(len(inputs[0]))
+        modes.append(_modes(model))
+
+    model.register_forward_pre_hook(note)
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    had_none = [param for param in frozen if param.grad is None]
+    numbers = dict(model.named_parameters("model")) if steps else ()
+    with watched(numbers, model=model, **given) as seen:
         result = answer(model, *arguments)
+    if any(mode != modes[0] for mode in modes):
+        seen[CHANGED].append("train or eval mode in a call")
+    if any(param.grad is not None for param in had_none):
+        seen[CHANGED].append("the gradient of a frozen parameter")
     return seen, calls, result
+
+
+def _modes(model: nn.Module) -> list[bool]:
+    """Return of each part whether it is in training."""
+    return [part.training for part in model.modules()]
 
 
 def held_at_once(
@@ -274,14 +227,9 @@ def held_at_once(
     more = f"{four} bytes for 4 micro-batches, {one} for one"
     grows = alive[-1] - alive[-2] if len(alive) > 3 else 0  # gradients and sums are there by then
     return {
-        HELD: "one micro-batch" if four <= one else more,
+        HELD: "one micro-batch" if four <= one + NUMBERS_BYTES else more,
         LEFT: "numbers at most" if grows <= NUMBERS_BYTES else "more with each micro-batch",
     }
-
-
-def parts_of(items: int, count: int) -> str:
-    """Describe a case: `2 items in 1 micro-batch`."""
-    return f"{items} items in {count} micro-batch{'es' if count > 1 else ''}"
 
 
 def with_old_grads(model: nn.Module) -> nn.Module:
@@ -291,15 +239,11 @@ def with_old_grads(model: nn.Module) -> nn.Module:
     return model
 
 
-def graph_of(loss: Any) -> str:
-    """Return whether a loss carries a graph: `there` or `none`."""
-    return "there" if isinstance(loss, Tensor) and loss.requires_grad else "none"
-
-
 def about_loss(loss: Any) -> dict[str, Any]:
-    """Return what is known about a loss: the number, its bits (64 in Python), if it has a graph."""
-    bits = 8 * loss.dtype.itemsize if isinstance(loss, Tensor) else 64
-    return {LOSS: as_number(loss), GRAPH: graph_of(loss), LOSS_BITS: bits}
+    """Return what is known about a loss: the number, in its own dtype, and if it has a graph."""
+    is_tensor = isinstance(loss, Tensor)
+    graph = "there" if is_tensor and loss.requires_grad else "none"
+    return {LOSS: loss.detach() if is_tensor else as_number(loss), GRAPH: graph}
 
 
 def as_number(value: Any) -> Any:

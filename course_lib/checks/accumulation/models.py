@@ -1,5 +1,6 @@
 """Models and batches for the checks of 02: plain ones, and one whose parameters are not alike."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,17 @@ def two_groups(model: Odd, lr: float) -> torch.optim.SGD:
     return torch.optim.SGD(groups, lr=lr, weight_decay=0.1)
 
 
+def example(items: int, odd: bool = False) -> tuple[Any, Tensor, Tensor]:
+    """Return a model, plain or `odd`, and inputs and targets for it."""
+    model = Odd(nn.Linear(2, 3), nn.Linear(3, 2)) if odd else line()
+    return model, *batch_of(items, width=2 if odd else 1)
+
+
+def in_parts(x: Tensor, y: Tensor, lengths: int | Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return inputs and targets in parts of these lengths."""
+    return list(zip(x.split(lengths), y.split(lengths), strict=True))
+
+
 def batch_of(items: int, width: int = 1) -> tuple[Tensor, Tensor]:
     """Return inputs [items, 2] and targets [items, width], the same every time."""
     random = torch.Generator().manual_seed(items)
@@ -71,11 +83,8 @@ def mean_of_items(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def of_two_lengths() -> list[tuple[Tensor, Tensor]]:
     """Return two parts whose items are sequences: 3 of 5 tokens, 2 of 2."""
-    parts = []
-    for items, length in ((3, 5), (2, 2)):
-        x, y = batch_of(items * length)
-        parts.append((x.view(items, length, 2), y.view(items, length, 1)))
-    return parts
+    (x, y), (u, v) = batch_of(15), batch_of(4)
+    return [(x.view(3, 5, 2), y.view(3, 5, 1)), (u.view(2, 2, 2), v.view(2, 2, 1))]
 
 
 def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
