@@ -20,12 +20,11 @@ from course_lib.checks.accumulation.effects import (
 )
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import CALLERS
 from course_lib.checks.on_ranks import copied
+from course_lib.checks.properties import CALLERS
 
-RUNS, BEFORE_X, RANDOM = "runs of fn", "what came before x", "the random numbers afterwards"
-GRAPHS, MODE = "gradients that have a graph", "autograd afterwards"
-TRAINING, LEFT = "training mode of the modules in fn", "bytes left in memory"
+RUNS, BEFORE_X = "runs of fn", "what came before x"
+GRAPHS, LEFT = "gradients that have a graph", "bytes left in memory"
 OF_X, OF_PARAMETERS = "gradient of x", "what it adds to the parameters' gradients"
 
 NOT_RECORDED = Cause(
@@ -41,7 +40,7 @@ ONLY_X = Cause(
     "The parameters of fn get no gradient: torch.autograd.grad reaches x only; "
     "torch.autograd.backward reaches everything."
 )
-MOVED_ON = Cause("backward advanced the random state. Use fork_rng.")
+MOVED_ON = Cause("backward has changed the random state. Use fork_rng, and set no seed.")
 FROM_GRAD = Cause("Go back from grad, the gradient of what fn returned, not from ones.")
 ONCE = Cause("Run fn once, and where it is recorded: each run costs a whole forward.")
 WITH_GRAPH = Cause("A gradient that has a graph keeps all of it alive: no create_graph here.")
@@ -65,14 +64,14 @@ def _redo(
     answer: Callable[..., Any], layer: Callable[[], nn.Module], as_module: bool = False
 ) -> dict[str, Any]:
     """Let the answer redo a layer, as a function or `as_module`; return what it did."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of asking for the .grad of what is no leaf
         torch.manual_seed(0)
         module = with_old_grads(layer())
         dtype = next((param.dtype for param in module.parameters()), torch.float32)
         grad, runs = torch.arange(8.0, dtype=dtype).view(2, 4), list[int]()
         state = torch.manual_seed(3).get_state()
-        now = torch.manual_seed(7).get_state()
+        torch.manual_seed(7)
         with torch.enable_grad():
             earlier = torch.ones(2, 4, dtype=dtype, requires_grad=True)
             x = earlier * 1  # came out of something, as in a model
@@ -81,31 +80,22 @@ def _redo(
             return module(tensor)
 
         module.register_forward_pre_hook(lambda *_: runs.append(1))
-        modes = _modes(module)
-        with watched(x=x, grad=grad, random_state=state) as seen, LiveStorages() as live:
+        callers = {"fn": module, "x": x, "grad": grad, "random_state": state}
+        with watched(**callers) as seen, LiveStorages() as live:
             of_x = answer(module if as_module else fn, x, state, grad)
-            is_on = torch.is_grad_enabled()
         grads = (of_x, *(param.grad for param in module.parameters()))
         graphs = sum(isinstance(each, Tensor) and each.requires_grad for each in grads)
-        moved = not torch.equal(now, torch.get_rng_state())
         done = {
             BEFORE_X: "untouched" if earlier.grad is None else "got a gradient",
             OF_X: copied(of_x),
             OF_PARAMETERS: flat_grads(module) - OLD,
-            RANDOM: "moved on" if moved else "as before",
-            RUNS: len(runs),
-            TRAINING: "the same" if _modes(module) == modes else "another",
-            GRAPHS: graphs,
-            MODE: "on" if is_on else "off",
             **seen,
+            RUNS: len(runs),
+            GRAPHS: graphs,
         }
         del of_x, grads
         module.zero_grad()
         return {**done, LEFT: live.num_bytes()}
-
-
-def _modes(module: nn.Module) -> list[bool]:
-    return [part.training for part in module.modules()]
 
 
 def _cases() -> list[EffectCase]:
@@ -122,12 +112,10 @@ def _cases() -> list[EffectCase]:
         ("dropout", lambda: nn.Dropout(0.5)),
         ("dropout, a linear layer, dropout", both),
     )
-    cases: list[EffectCase] = [(what, partial(_redo, layer=layer)) for what, layer in layers]
-    as_module = partial(_redo, as_module=True)
     return [
-        *cases,
-        ("fn is a module", partial(as_module, layer=both)),
-        ("fn is a module, half of it in eval mode", partial(as_module, layer=half)),
+        *((what, partial(_redo, layer=layer)) for what, layer in layers),
+        ("fn is a module", partial(_redo, layer=both, as_module=True)),
+        ("fn is a module, half of it in eval mode", partial(_redo, layer=half, as_module=True)),
     ]
 
 
@@ -141,23 +129,12 @@ REDO = Exercise(
     library=("course_lib.recompute.activations:recompute",),
     check=Effects(
         cases=_cases,
-        looks={
-            **LOOKS,
-            BEFORE_X: DETACH,
-            RANDOM: MOVED_ON,
-            RUNS: ONCE,
-            GRAPHS: WITH_GRAPH,
-            MODE: LEFT_ON,
-            TRAINING: CALLERS_MODE,
-            LEFT: LEFT_ALIVE,
-        },
+        looks={**LOOKS, BEFORE_X: DETACH, RUNS: ONCE, GRAPHS: WITH_GRAPH, LEFT: LEFT_ALIVE},
         look=LOOK,
         success="The same gradients, the same masks, and the random state is as it was before.",
     ),
     wrong=(
         Edit(RESTORE, "pass", MASKS),
-        Edit(RESTORE, "torch.manual_seed(0)", MASKS),
-        Edit(RESTORE, "y = fn(x)", MASKS, also=((f"\n        {RUN}\n    torch", "\n    torch"),)),
         Edit(WITH, "torch.random.fork_rng()", NOT_RECORDED),
         Edit(LEAF, "x.detach()", NOT_RECORDED),
         Edit(
@@ -168,24 +145,12 @@ REDO = Exercise(
         ),
         Edit(WITH, "torch.enable_grad()", MOVED_ON),
         Edit(LEAF, "x", DETACH),
-        Edit(f"x = {LEAF}", "x.retain_grad()", DETACH),
         Edit(BACK, "torch.autograd.backward(y, torch.ones_like(y))", FROM_GRAD),
         Edit(RUN, f"fn(x)\n{RESTORE}\n{RUN}", ONCE),
         Edit("return x.grad", "grad.zero_()\nreturn x.grad", CALLERS),
-        Edit(
-            f"    {BACK}",
-            "        torch.autograd.backward(y, grad.requires_grad_(), create_graph=True)",
-            WITH_GRAPH,
-        ),
+        Edit(f"    {BACK}", f"        {BACK[:-1]}, create_graph=True)", WITH_GRAPH),
         Edit(f"    {BACK}", f"    torch.set_grad_enabled(True)\n{BACK}", LEFT_ON),
         Edit(RUN, f"getattr(fn, 'train', int)()\n{RUN}", CALLERS_MODE),
-        Edit(RUN, f"getattr(fn, 'eval', int)()\n{RUN}", CALLERS_MODE),
-        Edit(
-            BACK,
-            f"{BACK.replace(')', ', retain_graph=True)')}\nkept.append(y)",
-            LEFT_ALIVE,
-            also=(("grad):", "grad, kept=[]):"),),
-        ),
         Edit(f"    {BACK}", f"    getattr(fn, 'zero_grad', lambda: None)()\n{BACK}", ZEROED),
     ),
 )

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from course_lib.checks.accumulation.effects import (
     LOOKS,
@@ -17,13 +16,12 @@ from course_lib.checks.accumulation.effects import (
     flat,
     watched,
 )
-from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, Cases, whole
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.cases import Case, Cases, whole
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import CALLERS
 from course_lib.checks.on_ranks import copied
+from course_lib.checks.properties import CALLERS, SEEDS
 from course_lib.memory.saved_tensors import activation_ledger
-from course_lib.recompute import recompute
 
 # --- recompute-2
 
@@ -39,11 +37,19 @@ ROOT = Cause(
     "That is the square root of the layers. It is best if a block keeps as much as its input; here "
     "it keeps more, or less."
 )
-RATIO = Cause("block_bytes / input_bytes was rounded: it need not be a whole number.")
-UP_TO_100 = Cause("More than 100 layers may fit into a segment: try every k up to num_layers.")
-NEAR_THE_MINIMUM = Cause(
-    "Rounding up moves the lowest peak away from the formula's minimum: try every k."
+BYTES_NOT_BLOCKS = Cause("Those are the bytes: return the number of blocks.")
+ALL_AT_ONCE = Cause(
+    "One segment needs everything at once: its peak is no lower than without recompute."
 )
+FORMULA = Cause(
+    "The formula knows neither ties nor that the number of segments is rounded up: try every k."
+)
+ROUND_UP = Cause("Round up: the last segment may be shorter, and has an input too.")
+FROM_0 = Cause("An index starts at 0, the size of a segment at 1.")
+OF_INPUTS = Cause("An input is not 1 byte: times input_bytes.")
+SMALLEST = Cause("Its peak is as low, but where several k are best, return the smallest.")
+UP_TO_ALL = Cause("range stops before its end: one segment of all layers is possible, too.")
+SWAPPED = Cause("Swapped: forward keeps the inputs, backward needs k whole blocks.")
 
 
 def _cases() -> list[Case]:
@@ -52,11 +58,7 @@ def _cases() -> list[Case]:
 
 
 BEST, BYTES = "ks[peaks.index(min(peaks))]", "-(-num_layers // k) * input_bytes + k * block_bytes"
-
-NEAR = """[
-    k for k in range(1, num_layers + 1)
-    if abs(k - min(num_layers, (num_layers * input_bytes / block_bytes) ** 0.5)) < 2
-]"""
+BY_FORMULA = "max(1, round((num_layers * input_bytes / block_bytes) ** 0.5 + 0.1))"
 
 BEST_SEGMENT = Exercise(
     key="recompute-2",
@@ -68,65 +70,17 @@ BEST_SEGMENT = Exercise(
         success="8 for 64 thin layers, 1 for 24 transformer blocks that keep 17 times their input.",
     ),
     wrong=(
-        Edit(BEST, "max(1, int(num_layers ** 0.5))", ROOT),
         Edit(BEST, "max(1, round(num_layers ** 0.5))", ROOT),
-        Edit(BEST, "min(peaks)", Cause("Those are the bytes: return the number of blocks.")),
-        Edit(
-            BEST,
-            "num_layers",
-            Cause(
-                "One segment needs everything at once: its peak is no lower than without recompute."
-            ),
-        ),
-        Edit(BEST, "(num_layers * input_bytes / block_bytes) ** 0.5", A_FLOAT),
-        Edit(
-            BEST,
-            "max(1, round((num_layers * input_bytes / block_bytes) ** 0.5 + 0.1))",
-            Cause(
-                "The formula knows neither ties nor that the number of segments is rounded up: "
-                "try every k."
-            ),
-        ),
-        Edit(
-            "-(-num_layers // k)",
-            "num_layers // k",
-            Cause("Round up: the last segment may be shorter, and has an input too."),
-        ),
-        Edit(
-            "-(-num_layers // k)",
-            "num_layers / k",
-            Cause("Round up: there is no half of an input, the last segment has a whole one."),
-        ),
-        Edit(
-            BEST,
-            "peaks.index(min(peaks))",
-            Cause("An index starts at 0, the size of a segment at 1."),
-        ),
-        Edit(
-            BYTES,
-            "-(-num_layers // k) + k * round(block_bytes / input_bytes)",
-            RATIO,
-        ),
-        Edit(BYTES, "-(-num_layers // k) + k * (block_bytes // input_bytes)", RATIO),
-        Edit("num_layers + 1", "min(num_layers, 100) + 1", UP_TO_100),
-        Edit("range(1, num_layers + 1)", NEAR, NEAR_THE_MINIMUM),
-        Edit(BYTES, f"torch.tensor({BYTES}, dtype=torch.float32)", TOO_NARROW),
-        Edit("* input_bytes", "* 1", Cause("An input is not 1 byte: times input_bytes.")),
-        Edit(
-            BEST,
-            "len(ks) - peaks[::-1].index(min(peaks))",
-            Cause("Its peak is as low, but where several k are best, return the smallest."),
-        ),
-        Edit(
-            "num_layers + 1",
-            "num_layers",
-            Cause("range stops before its end: one segment of all layers is possible, too."),
-        ),
-        Edit(
-            BYTES,
-            "-(-num_layers // k) * block_bytes + k * input_bytes",
-            Cause("Swapped: forward keeps the inputs, backward needs k whole blocks."),
-        ),
+        Edit(BEST, "min(peaks)", BYTES_NOT_BLOCKS),
+        Edit(BEST, "num_layers", ALL_AT_ONCE),
+        Edit(BEST, BY_FORMULA, FORMULA),
+        Edit("-(-num_layers // k)", "num_layers // k", ROUND_UP),
+        Edit("-(-num_layers // k)", "num_layers / k", ROUND_UP),
+        Edit(BEST, "peaks.index(min(peaks))", FROM_0),
+        Edit("* input_bytes", "* 1", OF_INPUTS),
+        Edit(BEST, "len(ks) - peaks[::-1].index(min(peaks))", SMALLEST),
+        Edit("num_layers + 1", "num_layers", UP_TO_ALL),
+        Edit(BYTES, "-(-num_layers // k) * block_bytes + k * input_bytes", SWAPPED),
     ),
 )
 
@@ -137,7 +91,6 @@ OUTPUT, HELD, GRADIENTS = "output", "tensors held after forward", "gradients"
 GRAPH, X_LEARNS, ALIVE = "graph of the output", "gradient of x", "tensors alive after forward"
 
 EACH_ONCE = Cause("Run each block once, in order, k at a time; the last segment may be shorter.")
-SHORTER = Cause("Not every block ran: the last segment may be shorter.")
 WHOLE_SEGMENTS = Cause(
     "Need the input of each segment, and nothing else. Recompute whole segments of k blocks."
 )
@@ -160,9 +113,6 @@ OTHER_MASKS = Cause("Other masks in backward: leave preserve_rng_state on, as re
 MORE_ALIVE = Cause(
     "More than one tensor a segment stays in memory: keep its input, no outputs, no copies."
 )
-KEPT = Cause("A list keeps what the blocks return, so recomputing saves no memory.")
-LEARNS = Cause("x.requires_grad belongs to the caller: leave it as it is.")
-CALLERS_BLOCKS = Cause("`blocks` belongs to the caller: slice it, and leave the list as it is.")
 CUT = Cause("The output has no graph, so no gradient can flow back through it.")
 NOT_RECOMPUTED = Cause("Nothing is recomputed: call recompute(run_all, ...) for each segment.")
 
@@ -171,7 +121,7 @@ def _run(
     answer: Callable[..., Any], num_layers: int, k: int, drop: float = 0.0, learns: bool = True
 ) -> dict[str, Any]:
     """Run blocks with dropout; where x `learns`, it needs a gradient."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an x that became no leaf, and of use_reentrant=True
         torch.manual_seed(0)
         blocks = [_block(drop) for _ in range(num_layers)]
@@ -218,30 +168,17 @@ def _run_cases() -> list[EffectCase]:
     ]
 
 
-def _keeps_outputs(blocks: list[nn.Module], k: int, x: Tensor) -> Tensor:
-    kept = []
-
-    def run(segment: list[nn.Module], y: Tensor) -> Tensor:
-        for block in segment:
-            y = block(y)
-            kept.append(y)
-        return y
-
-    for start in range(0, len(blocks), k):
-        x = recompute(run, blocks[start : start + k], x)
-    return x
-
-
-def _checkpoints(
-    blocks: list[nn.Module], k: int, x: Tensor, reentrant: bool, preserve: bool = True
-) -> Tensor:
-    for start in range(0, len(blocks), k):
-        run = nn.Sequential(*blocks[start : start + k])
-        x = checkpoint(run, x, use_reentrant=reentrant, preserve_rng_state=preserve)
-    return x
-
-
 STEPS, RECOMPUTE = "range(0, len(blocks), k)", "recompute(run_all, blocks[start : start + k], x)"
+RUN = "run_all(blocks[start : start + k], x)"
+ONE_BY_ONE, BY_LAMBDA = (STEPS, "range(len(blocks))"), f"recompute(lambda x: {RUN}, x)"
+
+
+def _by_checkpoint(options: str, cause: Cause) -> Edit:
+    """Return the answer that calls PyTorch's own function with these options."""
+    call = f"checkpoint(run_all, blocks[start : start + k], x, {options})"
+    imported = "from torch.utils.checkpoint import checkpoint\nfor start"
+    return Edit(RECOMPUTE, call, cause, also=(("for start", imported),))
+
 
 SEGMENTS = Exercise(
     key="recompute-3",
@@ -262,32 +199,13 @@ SEGMENTS = Exercise(
         success="One tensor kept per segment, and every block runs twice, with the same masks.",
     ),
     wrong=(
+        Edit(RECOMPUTE, "recompute(blocks[start], x)", EACH_BLOCK, also=(ONE_BY_ONE,)),
+        Edit(RECOMPUTE, BY_LAMBDA, LATE_NAMES),
         Edit(
-            f"{STEPS}:",
-            "range(len(blocks)):",
-            EACH_BLOCK,
-            also=((RECOMPUTE, "recompute(blocks[start], x)"),),
+            RECOMPUTE, "recompute(run_all, blocks, x)", ONE_SEGMENT, also=((STEPS, "blocks[:1]"),)
         ),
-        Edit(
-            f"{STEPS}:",
-            "range(len(blocks)):",
-            WHOLE_SEGMENTS,
-            also=(
-                (RECOMPUTE, "recompute(blocks[start], x) if start % k == 0 else blocks[start](x)"),
-            ),
-        ),
-        Edit(
-            RECOMPUTE, "recompute(lambda x: run_all(blocks[start : start + k], x), x)", LATE_NAMES
-        ),
-        Edit(
-            RECOMPUTE,
-            "x\nx = recompute(run_all, blocks, x)",
-            ONE_SEGMENT,
-            also=((STEPS, "blocks[:1]"),),
-        ),
-        Edit("len(blocks), k", "len(blocks) // k * k, k", SHORTER),
-        Edit(RECOMPUTE, "recompute(run_all, blocks[start:], x)", EACH_ONCE),
-        Edit(RECOMPUTE, "run_all(blocks[start : start + k], x)", NOT_RECOMPUTED),
+        Edit("len(blocks), k", "len(blocks) // k * k, k", EACH_ONCE),
+        Edit(RECOMPUTE, RUN, NOT_RECOMPUTED),
         Edit(
             f"x = {RECOMPUTE}",
             f"y = {RECOMPUTE}",
@@ -295,18 +213,11 @@ SEGMENTS = Exercise(
             also=(("for start", "y = x\nfor start"), ("return x", "return y")),
         ),
         Edit(RECOMPUTE, RECOMPUTE.replace("x)", "x.detach())"), DETACHED),
-        Edit("for start", "x = x.detach()\nfor start", DETACHED),
-        Edit("for start", "x.requires_grad_()\nfor start", LEARNS),
-        Edit(
-            "for start",
-            "blocks, rest = list(blocks), blocks\nrest.clear()\nfor start",
-            CALLERS_BLOCKS,
-        ),
-        Own(_keeps_outputs, KEPT),
+        Edit("for start", "x.requires_grad_()\nfor start", CALLERS),
         Edit("for start", "x = x.clone()\nfor start", MORE_ALIVE),
-        Own(partial(_checkpoints, reentrant=True), NO_X_GRADIENT),
-        Own(partial(_checkpoints, reentrant=False, preserve=False), OTHER_MASKS),
+        _by_checkpoint("use_reentrant=True", NO_X_GRADIENT),
+        _by_checkpoint("use_reentrant=False, preserve_rng_state=False", OTHER_MASKS),
         Edit("return x", "x = x.detach()\nreturn x", CUT),
-        Edit(f"x = {RECOMPUTE}", f"x.copy_({RECOMPUTE})", CALLERS),
+        SEEDS,
     ),
 )
