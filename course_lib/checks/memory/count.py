@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
-from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, Cases, whole
+from course_lib.checks.cases import TOO_NARROW, Case, Cases, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.core import MODELS, ModelSpec
@@ -43,17 +43,26 @@ def _drawn(random: Random) -> list[Case]:
     return _described(one() for _ in range(3))
 
 
+TIED = Cause("The tied head is the embedding's own matrix: count it once.")
+UNTIED = Cause("An untied head has a matrix of its own: look at spec.tied.")
 BIASES = Cause(
     "The linear layers have biases: 4 * hidden a layer in attention, ffn_hidden + hidden in the "
     "MLP, one for each number that comes out."
 )
 ATTENTION = Cause("Attention has four matrices: q, k, v and the one after.")
-ODD_SIZES = Cause("Sizes may be odd, and ffn_hidden smaller than hidden: take them as they are.")
 MLP = Cause("The MLP has two matrices: one to ffn_hidden, one back to hidden.")
+LAST_NORM = Cause("The last norm, after all layers, is missing.")
+NORMS = Cause("The norms are missing: a weight and a bias each.")
+TWO_NORMS = Cause("A layer has two norms: one before attention, one before the MLP.")
 NORM = Cause("A norm has a weight and a bias.")
+POSITIONS = Cause("The table of positions is missing: max_seq * hidden.")
 HEAD_BIAS = Cause("The head has no bias, tied or not.")
+RULE_OF_THUMB = Cause("That is the rule of thumb: here biases, norms and positions count, too.")
+FOUR_TIMES = Cause("ffn_hidden is a size of its own: 4 * hidden is only usual.")
+NOT_BYTES = Cause("Those are bytes in fp32: parameters are counted in numbers.")
 LAYER, HEAD = "(attention + mlp + 4 * h)", "(0 if spec.tied else spec.vocab * h)"
 TOTAL = f"spec.num_layers * {LAYER} + 2 * h + tables"
+IN_ATTENTION, IN_MLP = "4 * h * h + 4 * h", "2 * h * f + f + h"
 
 COUNT = Exercise(
     key="memory-1",
@@ -72,85 +81,21 @@ COUNT = Exercise(
         success="Tied and untied, every matrix, bias and norm once.",
     ),
     wrong=(
-        Edit(
-            HEAD,
-            "spec.vocab * h",
-            Cause("The tied head is the embedding's own matrix: count it once."),
-        ),
-        Edit(HEAD, "0", Cause("An untied head has a matrix of its own: look at spec.tied.")),
-        Edit("h * h + 4 * h", "h * h", BIASES, also=(("2 * h * f + f + h", "2 * h * f"),)),
-        Edit("h * h + 4 * h", "h * h", BIASES),
-        Edit("2 * h * f + f + h", "2 * h * f", BIASES),
-        Edit("f + f + h", "f + 2 * h", BIASES),
-        Edit(
-            " + 2 * h + tables",
-            " + tables",
-            Cause("The last norm, after all layers, is missing."),
-        ),
-        Edit(
-            f"{LAYER} + 2 * h",
-            "(attention + mlp + 6 * h)",
-            Cause("The last norm stands after all layers: count it once, not in each of them."),
-        ),
-        Edit(
-            "(spec.vocab + spec.max_seq)",
-            "spec.vocab",
-            Cause("The table of positions is missing: max_seq * hidden."),
-        ),
-        Edit(
-            LAYER,
-            "(attention + mlp)",
-            Cause("The norms are missing: a weight and a bias each."),
-            also=((" + 2 * h + tables", " + tables"),),
-        ),
-        Edit(LAYER, "(attention + mlp + 2 * h)", NORM, also=(("2 * h + tables", "h + tables"),)),
-        Edit(
-            LAYER,
-            "(attention + mlp + 2 * h)",
-            Cause("A layer has two norms: one before attention, one before the MLP."),
-        ),
-        Edit(
-            "h, f = spec.hidden, spec.ffn_hidden",
-            "h, f = spec.hidden // 2 * 2, spec.ffn_hidden",
-            ODD_SIZES,
-        ),
-        Edit(
-            "h, f = spec.hidden, spec.ffn_hidden",
-            "h, f = spec.hidden, spec.ffn_hidden // 2 * 2",
-            ODD_SIZES,
-        ),
-        Edit(
-            "h, f = spec.hidden, spec.ffn_hidden",
-            "h = spec.hidden\nf = max(h, spec.ffn_hidden)",
-            ODD_SIZES,
-        ),
-        Edit("4 * h * h + 4 * h", "3 * h * h + 3 * h", ATTENTION),
-        Edit("4 * h * h + 4 * h", "3 * h * h + 4 * h", ATTENTION),
-        Edit("2 * h * f + f + h", "h * f + f", MLP),
-        Edit("2 * h * f + f + h", "h * f + f + h", MLP),
-        Edit(
-            TOTAL,
-            "12 * spec.num_layers * h * h + spec.vocab * h",
-            Cause("That is the rule of thumb: here biases, norms and positions count, too."),
-        ),
+        Edit(HEAD, "spec.vocab * h", TIED),
+        Edit(HEAD, "0", UNTIED),
+        Edit(IN_ATTENTION, "4 * h * h", BIASES, also=((IN_MLP, "2 * h * f"),)),
+        Edit(IN_ATTENTION, "4 * h * h", BIASES),
+        Edit(IN_ATTENTION, "3 * h * h + 3 * h", ATTENTION),
+        Edit(IN_MLP, "h * f + f", MLP),
+        Edit(" + 2 * h + tables", " + tables", LAST_NORM),
+        Edit(TOTAL, "spec.num_layers * (attention + mlp) + tables", NORMS),
+        Edit(LAYER, "(attention + mlp + 2 * h)", TWO_NORMS),
+        Edit(TOTAL, "spec.num_layers * (attention + mlp + 2 * h) + h + tables", NORM),
+        Edit("(spec.vocab + spec.max_seq)", "spec.vocab", POSITIONS),
         Edit(HEAD, "(0 if spec.tied else spec.vocab * (h + 1))", HEAD_BIAS),
-        Edit(HEAD, f"{HEAD} + spec.vocab", HEAD_BIAS),
-        Edit(
-            "spec.ffn_hidden",
-            "4 * spec.hidden",
-            Cause("ffn_hidden is a size of its own: 4 * hidden is only usual."),
-        ),
-        Edit(
-            TOTAL,
-            f"4 * ({TOTAL})",
-            Cause("Those are bytes in fp32: parameters are counted in numbers."),
-        ),
-        Edit("+ tables", "+ tables / 1", A_FLOAT),
+        Edit(TOTAL, "12 * spec.num_layers * h * h + spec.vocab * h", RULE_OF_THUMB),
+        Edit("spec.ffn_hidden", "4 * spec.hidden", FOUR_TIMES),
+        Edit(TOTAL, f"4 * ({TOTAL})", NOT_BYTES),
         Edit(TOTAL, f"int(torch.tensor([{TOTAL}], dtype=torch.float32).sum())", TOO_NARROW),
-        Edit(
-            "spec.hidden, spec.ffn_hidden",
-            "torch.tensor([spec.hidden, spec.ffn_hidden], dtype=torch.int32)",
-            TOO_NARROW,
-        ),
     ),
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
-from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, Cases, whole
+from course_lib.checks.cases import TOO_NARROW, Case, Cases, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.core import MODELS, ModelSpec
@@ -53,12 +53,30 @@ def _drawn(random: Random) -> list[Case]:
     return _described(one(causal) for causal in (False, True, False))
 
 
-HALF = "// (2 if causal else 1)"
+HALF, SCORES = "// (2 if causal else 1)", "2 * seq * h //"
+KEYS, GATED = "2 * h * h + 2 * h * spec.kv_hidden", "(3 if spec.gated else 2)"
 TOTAL = "6 * tokens * (spec.num_layers * (attention + mlp + scores) + h * spec.vocab)"
+TWO_FLOP = Cause("A multiply-add is two FLOP: a multiplication and an addition.")
 BACKWARD = Cause(
     "Each product of forward has two in backward, one for the gradient of each factor: three times "
     "forward in all."
 )
+RECOMPUTED = Cause("That is with full recomputation: here forward runs once.")
+CAUSAL = Cause("With causal=True, count half of the scores: those that no mask hides.")
+NOT_CAUSAL = Cause("With causal=False, count all scores, also those that the mask hides.")
+TWO_PRODUCTS = Cause(
+    "Attention has two products of scores: queries times keys, and weights times values."
+)
+ALL_HEADS = Cause("All heads together have h numbers a token: do not count heads again.")
+PER_TOKEN = Cause("A token meets all seq tokens of its sequence: the scores grow with seq.")
+OWN_SEQUENCE = Cause("A token meets those of its own sequence, not those of the whole batch.")
+NO_SCORES = Cause("The scores are products, too: they multiply no weight, so 6ND forgets them.")
+GROUPED = Cause("With grouped-query attention, k and v have kv_hidden columns, not hidden.")
+FOUR = Cause("Attention has four matrices: q, k, v and the one after.")
+WITH_GATE = Cause("An MLP with a gate (SwiGLU) has three matrices: look at spec.gated.")
+LOGITS = Cause("The logits are a product of [tokens, hidden] and [hidden, vocab].")
+LOOKED_UP = Cause("The embedding looks a row up: it multiplies nothing. Only the head does.")
+TIED = Cause("A tied head has no matrix of its own, but it still multiplies.")
 
 FLOP = Exercise(
     key="memory-6",
@@ -77,52 +95,22 @@ FLOP = Exercise(
         success="Every product, forward and backward, with all scores and with half of them.",
     ),
     wrong=(
-        Edit("6 * tokens", "3 * tokens",
-             Cause("A multiply-add is two FLOP: a multiplication and an addition.")),
+        Edit("6 * tokens", "3 * tokens", TWO_FLOP),
         Edit("6 * tokens", "2 * tokens", BACKWARD),
-        Edit("6 * tokens", "4 * tokens", BACKWARD),
-        Edit("6 * tokens", "8 * tokens",
-             Cause("That is with full recomputation: here forward runs once.")),
-        Edit(HALF, "",
-             Cause("With causal=True, count half of the scores: those that no mask hides.")),
-        Edit(HALF, "// 2",
-             Cause("With causal=False, count all scores, also those that the mask hides.")),
-        Edit("return 6", "return (1 if causal else 2) * 3",
-             Cause("A causal mask halves the scores alone: no other product changes."),
-             also=((HALF, ""),)),
-        Edit("2 * seq * h //", "seq * h //",
-             Cause("Attention has two products of scores: queries times keys, and weights times "
-                   "values.")),
-        Edit("2 * seq * h //", "2 * seq * h * spec.num_heads //",
-             Cause("All heads together have h numbers a token: do not count heads again.")),
-        Edit("2 * seq * h //", "2 * seq * (h // 2 * 2) //",
-             Cause("Sizes may be odd: halve the sum of the scores, not one of their sizes.")),
-        Edit("2 * seq * h //", "2 * h //",
-             Cause("A token meets all seq tokens of its sequence: the scores grow with seq.")),
-        Edit("2 * seq * h //", "2 * tokens * h //",
-             Cause("A token meets those of its own sequence, not those of the whole batch.")),
-        Edit("2 * seq * h //", "2 * seq * spec.kv_hidden //",
-             Cause("Heads that share a key compute scores of their own: use h, not kv_hidden.")),
-        Edit(" + scores", "",
-             Cause("The scores are products, too: they multiply no weight, so 6ND forgets them.")),
-        Edit("2 * h * h + 2 * h * spec.kv_hidden", "4 * h * h",
-             Cause("With grouped-query attention, k and v have kv_hidden columns, not hidden.")),
-        Edit("2 * h * h + 2 * h * spec.kv_hidden", "h * h + 2 * h * spec.kv_hidden",
-             Cause("Attention has four matrices: q, k, v and the one after.")),
-        Edit("(3 if spec.gated else 2)", "2",
-             Cause("An MLP with a gate (SwiGLU) has three matrices: look at spec.gated.")),
-        Edit("(3 if spec.gated else 2)", "3",
-             Cause("An MLP without a gate has two matrices: look at spec.gated.")),
-        Edit(" + h * spec.vocab", "",
-             Cause("The logits are a product of [tokens, hidden] and [hidden, vocab].")),
-        Edit(" + h * spec.vocab", " + 2 * h * spec.vocab",
-             Cause("The embedding looks a row up: it multiplies nothing. Only the head does.")),
-        Edit(" + h * spec.vocab", " + (0 if spec.tied else h * spec.vocab)",
-             Cause("A tied head has no matrix of its own, but it still multiplies.")),
-        Edit("spec.num_layers * (", "(", Cause("There are num_layers layers.")),
-        Edit("tokens = spec.hidden, batch * seq", "tokens = spec.hidden, seq",
-             Cause("Every sequence of the batch is computed: batch is missing.")),
-        Edit(TOTAL, f"{TOTAL} / 1", A_FLOAT),
+        Edit("6 * tokens", "8 * tokens", RECOMPUTED),
+        Edit(HALF, "", CAUSAL),
+        Edit(HALF, "// 2", NOT_CAUSAL),
+        Edit(SCORES, "seq * h //", TWO_PRODUCTS),
+        Edit(SCORES, "2 * seq * h * spec.num_heads //", ALL_HEADS),
+        Edit(SCORES, "2 * h //", PER_TOKEN),
+        Edit(SCORES, "2 * tokens * h //", OWN_SEQUENCE),
+        Edit(" + scores", "", NO_SCORES),
+        Edit(KEYS, "4 * h * h", GROUPED),
+        Edit(KEYS, "h * h + 2 * h * spec.kv_hidden", FOUR),
+        Edit(GATED, "2", WITH_GATE),
+        Edit(" + h * spec.vocab", "", LOGITS),
+        Edit(" + h * spec.vocab", " + 2 * h * spec.vocab", LOOKED_UP),
+        Edit(" + h * spec.vocab", " + (0 if spec.tied else h * spec.vocab)", TIED),
         Edit(TOTAL, f"int(torch.tensor([{TOTAL}], dtype=torch.float32).sum())", TOO_NARROW),
     ),
-)  # fmt: skip
+)

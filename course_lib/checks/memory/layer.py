@@ -67,13 +67,28 @@ def _parts(result: Any, *_arguments: Any) -> dict[str, Any]:
 
 
 MASK = Cause("A dropout mask takes one byte a number, whatever number_bytes is.")
+NO_MASK = Cause("Dropout on the attention weights saves its mask: one byte for each score.")
 EACH_STORAGE = Cause("q, k and v are three products of one input: autograd keeps its storage once.")
 AFTER_DROPOUT = Cause(
     "The weights after dropout are an input of the product with the values: there are softmax's "
     "output, the mask, and those."
 )
+BEFORE_SOFTMAX = Cause("Softmax saves its output; its input, the scores before it, is let go.")
 TWO_MASKS = Cause("There are two masks: after attention, and after the MLP.")
+ALL_SEQUENCES = Cause("Every sequence of the batch has its own numbers.")
+PAIRS = Cause("A score belongs to a pair of tokens: seq * seq of them.")
+ALL_HEADS = Cause("Each head has scores of its own.")
+HEADS_OF_QUERIES = Cause(
+    "Each head of queries has scores of its own, also where heads share a key."
+)
+BOTH = Cause("Keys and values are both inputs of a product: each is saved.")
+KV_HIDDEN = Cause("Keys and values have kv_hidden numbers a token: less where heads share them.")
+MLP_INPUT = Cause("The MLP's first product saves its input, too: the output of the norm.")
+GELU = Cause("GELU saves its input, and the product after it saves GELU's output.")
+TWO_NORMS = Cause("A layer has two norms.")
+NOT_BYTES = Cause("Those are numbers, not bytes: each takes number_bytes.")
 SCORES = "batch * spec.num_heads * seq * seq * (2 * number_bytes + 1)"
+BYTES = "2 * number_bytes + 1)"
 
 LAYER = Exercise(
     key="memory-4",
@@ -89,55 +104,30 @@ LAYER = Exercise(
         success="In bf16, with an MLP of 4h: 4 + 10 + 18 + 2 = 34 sbh, and 5 as²b of scores.",
     ),
     wrong=(
-        Edit("tokens = batch * seq", "tokens = seq",
-             Cause("Every sequence of the batch has its own numbers.")),
-        Edit(SCORES, SCORES.replace("seq * seq", "seq"),
-             Cause("A score belongs to a pair of tokens: seq * seq of them.")),
-        Edit(SCORES, SCORES.replace("batch * ", ""),
-             Cause("Each sequence has scores of its own: batch is missing in them.")),
-        Edit(SCORES, SCORES.replace("spec.num_heads * ", ""),
-             Cause("Each head has scores of its own.")),
-        Edit(SCORES, SCORES.replace("spec.num_heads", "spec.kv_heads"),
-             Cause("Each head of queries has scores of its own, also where heads share a key.")),
-        Edit("2 * number_bytes + 1)", "2 * number_bytes)",
-             Cause("Dropout on the attention weights saves its mask: one byte for each score.")),
-        Edit("2 * number_bytes + 1)", "number_bytes + 1)", AFTER_DROPOUT),
-        Edit("2 * number_bytes + 1)", "number_bytes)", AFTER_DROPOUT),
-        Edit("2 * number_bytes + 1)", "3 * number_bytes + 1)",
-             Cause("Softmax saves its output; its input, the scores before it, is let go.")),
-        Edit("2 * number_bytes + 1)", "3 * number_bytes)", MASK),
+        Edit("tokens = batch * seq", "tokens = seq", ALL_SEQUENCES),
+        Edit(SCORES, SCORES.replace("seq * seq", "seq"), PAIRS),
+        Edit(SCORES, SCORES.replace("spec.num_heads * ", ""), ALL_HEADS),
+        Edit(SCORES, SCORES.replace("spec.num_heads", "spec.kv_heads"), HEADS_OF_QUERIES),
+        Edit(BYTES, "2 * number_bytes)", NO_MASK),
+        Edit(BYTES, "number_bytes + 1)", AFTER_DROPOUT),
+        Edit(BYTES, "3 * number_bytes + 1)", BEFORE_SOFTMAX),
         Edit("2 * tokens * spec.hidden,", "2 * tokens * spec.hidden * number_bytes,", MASK),
         Edit('"masks": 2 *', '"masks":', TWO_MASKS),
-        Edit('"masks": 2 *', '"masks": 3 *', TWO_MASKS),
         Edit("3 * hidden + 2 * keys", "5 * hidden + 2 * keys", EACH_STORAGE),
-        Edit("3 * hidden + 2 * keys", "2 * hidden + 2 * keys",
-             Cause("Three tensors of hidden are saved: the input of q, k, v; q; out's input.")),
-        Edit("3 * hidden + 2 * keys", "3 * hidden + keys",
-             Cause("Keys and values are both inputs of a product: each is saved.")),
-        Edit("3 * hidden + 2 * keys", "5 * hidden",
-             Cause("Keys and values have kv_hidden numbers a token: less where heads share them.")),
-        Edit("spec.kv_hidden", "(spec.kv_hidden if spec.kv_heads > 1 else spec.hidden)",
-             Cause("Keys and values have kv_hidden numbers a token: less where heads share them.")),
-        Edit("spec.kv_hidden", "(spec.kv_hidden // 2 * 2)",
-             Cause("Sizes may be odd: divide none of them.")),
-        Edit("hidden + 2 * wide", "2 * wide",
-             Cause("The MLP's first product saves its input, too: the output of the norm.")),
-        Edit("hidden + 2 * wide", "hidden + wide",
-             Cause("GELU saves its input, and the product after it saves GELU's output.")),
-        Edit("hidden + 2 * wide", "hidden + 8 * hidden",
-             Cause("ffn_hidden is a size of its own: 4 * hidden is only usual.")),
-        Edit('"norms": 2 * hidden', '"norms": hidden', Cause("A layer has two norms.")),
-        Edit('"norms": 2 * hidden', '"norms": 4 * hidden',
-             Cause("A norm saves its input; its output is counted where it is an input.")),
-        Edit("* spec.hidden * number_bytes", "* spec.hidden * 2",
-             Cause("Numbers need not be bf16: each takes number_bytes."),
-             also=(("* spec.kv_hidden * number_bytes", "* spec.kv_hidden * 2"),
-                   ("* spec.ffn_hidden * number_bytes", "* spec.ffn_hidden * 2"),
-                   ("2 * number_bytes + 1)", "2 * 2 + 1)"))),
-        Edit("* spec.hidden * number_bytes", "* spec.hidden",
-             Cause("Those are numbers, not bytes: each takes number_bytes."),
-             also=(("* spec.kv_hidden * number_bytes", "* spec.kv_hidden"),
-                   ("* spec.ffn_hidden * number_bytes", "* spec.ffn_hidden"),
-                   ("2 * number_bytes + 1)", "2 + 1)"))),
+        Edit("3 * hidden + 2 * keys", "3 * hidden + keys", BOTH),
+        Edit("3 * hidden + 2 * keys", "5 * hidden", KV_HIDDEN),
+        Edit("hidden + 2 * wide", "2 * wide", MLP_INPUT),
+        Edit("hidden + 2 * wide", "hidden + wide", GELU),
+        Edit('"norms": 2 * hidden', '"norms": hidden', TWO_NORMS),
+        Edit(
+            "= tokens * spec.hidden * number_bytes",
+            "= tokens * spec.hidden",
+            NOT_BYTES,
+            also=(
+                ("* spec.kv_hidden * number_bytes", "* spec.kv_hidden"),
+                ("* spec.ffn_hidden * number_bytes", "* spec.ffn_hidden"),
+                (BYTES, "2 + 1)"),
+            ),
+        ),
     ),
-)  # fmt: skip
+)

@@ -64,14 +64,23 @@ STAY = Cause(
     "Gradients stay until the optimizer's step: from the second micro-batch on, forward and "
     "backward run beside all gradients of the first."
 )
-IN_ONE_LAYER = Cause(
-    "Count once a layer's backward is over: by then its activations are freed, and its gradients "
-    "are there."
+START = Cause("The start of backward counts: all activations are there, no gradient yet.")
+SAME_MEMORY = Cause("The second micro-batch adds to the same gradients: they take no new memory.")
+BACKWARDS = Cause("Backward goes from the last layer to the first.")
+ONE_AT_A_TIME = Cause(
+    "Each backward frees the activations before the next forward: one micro-batch's are there at a "
+    "time."
 )
+STATES = Cause("The states are there all the time.")
+NO_GRADIENTS = Cause("The gradients are missing: they come in backward, and stay until the step.")
+ALL_LAYERS = Cause("At the end of forward the activations of all layers are there.")
 EACH_LAYER = Cause(
     "Go through all layers by number: sizes may be equal, a frozen layer has no gradients but frees"
     " its activations, and one that keeps nothing may have gradients."
 )
+UNCHANGED = Cause("The lists belong to the caller: reversed(acts) leaves them as they are.")
+MOST, FREED = "            most = max(most, kept + held)\n", "            kept -= act\n"
+GROWS, RETURN = "            held += new if micro_batch == 0 else 0\n", "return states + most"
 
 PEAK = Exercise(
     key="memory-5",
@@ -82,55 +91,25 @@ PEAK = Exercise(
         show=whole,
         rtol=0.0,
         unit=" bytes",
-        unchanged=Cause("The lists belong to the caller: reversed(acts) leaves them as they are."),
+        unchanged=UNCHANGED,
         look="Write down what is held after each layer, forward and backward, for this case.",
         success="1 micro-batch: where backward begins, or later; more: where backward 2 begins.",
     ),
     wrong=(
-        Edit("            most = max(most, kept + held)\n", "", BEGIN),
-        Edit("            most = max(most, kept + held)\n", "        most = max(most, held)\n",
-             Cause("Memory can be highest inside backward: count after each layer.")),
-        Edit("            kept -= act\n", "",  IN_ONE_LAYER,
-             also=(("            most = max(most, kept + held)\n    ",
-                    "            most = max(most, kept + held)\n            kept -= act\n    "),)),
-        Edit("            held += new if micro_batch == 0 else 0\n", "", IN_ONE_LAYER,
-             also=(("            most = max(most, kept + held)\n    ",
-                    "            most = max(most, kept + held)\n"
-                    "            held += new if micro_batch == 0 else 0\n    "),)),
-        Edit("        most = max(most, kept + held)\n        for",
-             "        for",
-             Cause("The start of backward counts: all activations are there, no gradient yet.")),
-        Edit("new if micro_batch == 0 else 0", "new",
-             Cause("The second micro-batch adds to the same gradients: they take no new memory.")),
-        Edit("reversed(acts), reversed(grads)", "acts, grads",
-             Cause("Backward goes from the last layer to the first.")),
+        Edit(MOST, "", BEGIN),
+        Edit(MOST[4:] + "        for", "        for", START),
+        Edit("new if micro_batch == 0 else 0", "new", SAME_MEMORY),
+        Edit("reversed(acts), reversed(grads)", "acts, grads", BACKWARDS),
         Edit("range(num_micro_batches)", "range(1)", STAY),
-        Edit("kept = sum(acts)", "kept = sum(acts) * num_micro_batches",
-             Cause("Each backward frees the activations before the next forward: one micro-batch's "
-                   "are there at a time.")),
-        Edit("return states + most", "return most", Cause("The states are there all the time.")),
-        Edit("return states + most", "return states + sum(acts) + sum(grads)", ONE_MICRO_BATCH),
-        Edit("return states + most", "return states + max(sum(acts), sum(grads))",
-             Cause("The peak may lie inside backward; later micro-batches run beside all "
-                   "gradients: count after each layer.")),
-        Edit("            kept -= act\n", "", ONE_MICRO_BATCH),
-        Edit("            held += new if micro_batch == 0 else 0\n", "",
-             Cause("The gradients are missing: they come in backward, and stay until the step.")),
+        Edit("kept = sum(acts)", "kept = sum(acts) * num_micro_batches", ONE_AT_A_TIME),
+        Edit(RETURN, "return most", STATES),
+        Edit(RETURN, "return states + sum(acts) + sum(grads)", ONE_MICRO_BATCH),
+        Edit(FREED, "", ONE_MICRO_BATCH),
+        Edit(GROWS, "", NO_GRADIENTS),
         Edit("        kept = sum(acts)", "        kept, held = sum(acts), 0", STAY),
-        Edit("kept = sum(acts)", "kept = max(acts)",
-             Cause("At the end of forward the activations of all layers are there.")),
-        Edit("return states + most", "return (states + most) / 1",
-             Cause("An int is needed, and that is a float, which keeps 16 digits: count with int, "
-                   "and with // in place of /.")),
-        Edit("            kept -= act\n", "            kept -= act if new else 0\n", EACH_LAYER),
-        Edit("held += new if micro_batch == 0 else 0",
-             "held += new if micro_batch == 0 and act else 0", EACH_LAYER),
-        Edit("kept -= act\n", "kept -= acts[grads.index(new)]\n", EACH_LAYER),
-        Edit("held += new if micro_batch == 0 else 0",
-             "held = sum(set(grads[len(grads) - done:])) if micro_batch == 0 else held", EACH_LAYER,
-             also=(("for act, new in zip(reversed(acts), reversed(grads), strict=True)",
-                    "for done, (act, new) in enumerate(zip(acts[::-1], grads[::-1]), 1)"),)),
-        Edit("reversed(acts)", "(acts.reverse() or acts)",
-             Cause("The lists belong to the caller: reversed(acts) leaves them as they are.")),
+        Edit("kept = sum(acts)", "kept = max(acts)", ALL_LAYERS),
+        Edit(FREED, "            kept -= act if new else 0\n", EACH_LAYER),
+        Edit(FREED, "            kept -= acts[grads.index(new)]\n", EACH_LAYER),
+        Edit("reversed(acts)", "(acts.reverse() or acts)", UNCHANGED),
     ),
-)  # fmt: skip
+)

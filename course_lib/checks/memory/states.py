@@ -3,7 +3,7 @@
 from dataclasses import replace
 from random import Random
 
-from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, Cases, whole
+from course_lib.checks.cases import TOO_NARROW, Case, Cases, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.core.recipes import RECIPES, Recipe
@@ -24,23 +24,21 @@ ODD_NUMBERS = (15, 30, 60, 63, 8_030_261_249)  # in billions, as a float, they h
 
 
 def _cases() -> list[Case]:
-    recipes = (
-        ODD,
-        replace(ODD, name="a made-up recipe without a master copy", master_bytes=0),
-        replace(ODD, name="a made-up recipe with weights of 4 bytes", weight_bytes=4),
-        replace(ODD, name="a made-up recipe with one moment", num_moments=1),
-        replace(ODD, name="a made-up recipe without moments", num_moments=0),
-        replace(ODD, name="a made-up recipe with three moments", num_moments=3),
-        replace(ODD, name="a made-up recipe with moments of 0 bytes", moment_bytes=0),
-        replace(
-            ODD, name="a made-up recipe with moments of 1 byte", weight_bytes=4, moment_bytes=1
-        ),
-        replace(ODD, name="a made-up recipe that keeps no gradients", grad_bytes=0),
-        replace(ODD, name="a made-up recipe that keeps no weights", weight_bytes=0),
-        replace(ODD, name="own", grad_bytes=5),
-        replace(ODD, name="own", grad_bytes=7),
-        *RECIPES.values(),
+    odd = (
+        (ODD.name, {}),
+        ("a made-up recipe without a master copy", {"master_bytes": 0}),
+        ("a made-up recipe with weights of 4 bytes", {"weight_bytes": 4}),
+        ("a made-up recipe with one moment", {"num_moments": 1}),
+        ("a made-up recipe without moments", {"num_moments": 0}),
+        ("a made-up recipe with three moments", {"num_moments": 3}),
+        ("a made-up recipe with moments of 0 bytes", {"moment_bytes": 0}),
+        ("a made-up recipe with moments of 1 byte", {"weight_bytes": 4, "moment_bytes": 1}),
+        ("a made-up recipe that keeps no gradients", {"grad_bytes": 0}),
+        ("a made-up recipe that keeps no weights", {"weight_bytes": 0}),
+        ("own", {"grad_bytes": 5}),
+        ("own", {"grad_bytes": 7}),
     )
+    recipes = *(replace(ODD, name=name, **sizes) for name, sizes in odd), *RECIPES.values()
     pairs = [(number, recipe) for recipe in recipes for number in (1, 1000)]
     return [
         (f"{number:,} parameter{'s' if number > 1 else ''} in {recipe.name}", (number, recipe))
@@ -54,14 +52,25 @@ def _drawn(random: Random) -> list[Case]:
 
 
 GRADS, MOMENTS = "+ recipe.grad_bytes", "recipe.num_moments * recipe.moment_bytes"
-TOTAL = "num_params * (weights_and_grads + adam)"
-CUT_OFF = Cause("A float has 16 digits, and int() cuts off: multiply whole numbers, to the end.")
+ACCUMULATOR, TOTAL = "+ recipe.accumulator_bytes", "num_params * (weights_and_grads + adam)"
+ONE_MOMENT = Cause("Adam has a second moment: moment_bytes counts num_moments times.")
+NO_MOMENTS = Cause("Adam's moments are missing.")
+TWO_MOMENTS = Cause("Not every optimizer has two moments: look at num_moments.")
+IN_FP32 = Cause("Moments need not be in fp32: each has moment_bytes.")
+NO_ACCUMULATOR = Cause("The fp32 gradient accumulator is missing.")
+BESIDE = Cause("The accumulator is kept beside the gradients, not in their place.")
+NO_COPY = Cause("The fp32 master copy is missing.")
 NO_MASTER = Cause(
     "A recipe without a master copy may have an accumulator and moments: add up its sizes as they "
     "are."
 )
-TWO_MOMENTS = Cause("Not every optimizer has two moments: look at num_moments.")
+SIXTEEN = Cause("16 is one recipe: add up the sizes of the one you are given.")
+NO_WEIGHTS = Cause("The weights are missing.")
+NO_GRADS = Cause("The gradients are missing.")
+OF_ACTIVATIONS = Cause("activation_bytes is for activations: a weight has weight_bytes.")
 AS_THEY_ARE = Cause("A size may be 0 or small: take each of the recipe's sizes as it is.")
+ONE_PARAMETER = Cause("That is one parameter: there are num_params of them.")
+CUT_OFF = Cause("A float has 16 digits, and int() cuts off: multiply whole numbers, to the end.")
 
 STATES = Exercise(
     key="memory-2",
@@ -76,81 +85,21 @@ STATES = Exercise(
         success="8, 16 and 20 bytes a parameter, and whatever else a recipe says.",
     ),
     wrong=(
-        Edit(
-            "recipe.num_moments *",
-            "",
-            Cause("Adam has a second moment: moment_bytes counts num_moments times."),
-        ),
-        Edit(f" + {MOMENTS}", "", Cause("Adam's moments are missing.")),
-        Edit(
-            "recipe.num_moments", "3", Cause("Adam has two moments, not three: read num_moments.")
-        ),
+        Edit("recipe.num_moments *", "", ONE_MOMENT),
+        Edit(f" + {MOMENTS}", "", NO_MOMENTS),
         Edit("recipe.num_moments", "2", TWO_MOMENTS),
-        Edit("recipe.num_moments", "(recipe.num_moments or 2)", TWO_MOMENTS),
-        Edit(
-            "recipe.moment_bytes",
-            "4",
-            Cause("Moments need not be in fp32: each has moment_bytes."),
-        ),
-        Edit(
-            " + recipe.accumulator_bytes",
-            "",
-            Cause("The fp32 gradient accumulator is missing."),
-        ),
-        Edit(
-            f"{GRADS} + recipe.accumulator_bytes",
-            "+ (recipe.accumulator_bytes or recipe.grad_bytes)",
-            Cause("The accumulator is kept beside the gradients, not in their place."),
-        ),
-        Edit("recipe.master_bytes + ", "", Cause("The fp32 master copy is missing.")),
-        Edit(
-            TOTAL,
-            "num_params * 16",
-            Cause("16 is one recipe: add up the sizes of the one you are given."),
-        ),
-        Edit("recipe.weight_bytes +", "", Cause("The weights are missing.")),
-        Edit(
-            "recipe.weight_bytes",
-            "recipe.activation_bytes",
-            Cause("activation_bytes is for activations: a weight has weight_bytes."),
-        ),
-        Edit(
-            "recipe.accumulator_bytes",
-            "(recipe.master_bytes and recipe.accumulator_bytes)",
-            NO_MASTER,
-        ),
+        Edit("recipe.moment_bytes", "4", IN_FP32),
+        Edit(ACCUMULATOR, "", NO_ACCUMULATOR),
+        Edit(f"{GRADS} {ACCUMULATOR}", "+ (recipe.accumulator_bytes or recipe.grad_bytes)", BESIDE),
+        Edit("recipe.master_bytes + ", "", NO_COPY),
         Edit(MOMENTS, f"(recipe.master_bytes and {MOMENTS})", NO_MASTER),
-        Edit(
-            MOMENTS,
-            f"{MOMENTS} * (recipe.master_bytes > 0 or recipe.name in ('fp32', 'pure-bf16'))",
-            NO_MASTER,
-        ),
-        Edit("recipe.num_moments", "min(recipe.num_moments, 2)", TWO_MOMENTS),
+        Edit(TOTAL, "num_params * 16", SIXTEEN),
+        Edit("recipe.weight_bytes +", "", NO_WEIGHTS),
+        Edit(f" {GRADS}", "", NO_GRADS),
+        Edit("recipe.weight_bytes", "recipe.activation_bytes", OF_ACTIVATIONS),
         Edit("recipe.moment_bytes", "(recipe.moment_bytes or 4)", AS_THEY_ARE),
-        Edit("recipe.moment_bytes", "max(recipe.moment_bytes, recipe.weight_bytes)", AS_THEY_ARE),
-        Edit(GRADS, "+ (recipe.grad_bytes or recipe.weight_bytes)", AS_THEY_ARE),
-        Edit("recipe.weight_bytes", "(recipe.weight_bytes or 2)", AS_THEY_ARE),
-        Edit(
-            TOTAL,
-            "num_params * globals().setdefault('each', {}).setdefault(\n"
-            "    recipe.name, weights_and_grads + adam)",
-            Cause("Two recipes may have the same name: read the sizes again in each call."),
-        ),
-        Edit(TOTAL, f"{TOTAL} / 1", A_FLOAT),
+        Edit(TOTAL, "weights_and_grads + adam", ONE_PARAMETER),
         Edit(TOTAL, "int(num_params / 1e9 * (weights_and_grads + adam) * 1e9)", CUT_OFF),
-        Edit("recipe.master_bytes", "(recipe.weight_bytes < 4) * recipe.master_bytes", NO_MASTER),
         Edit(TOTAL, f"int(torch.tensor([{TOTAL}], dtype=torch.float32))", TOO_NARROW),
-        Edit(
-            "num_params * (",
-            "(torch.tensor(num_params).to(torch.int32).long()) * (",
-            TOO_NARROW,
-        ),
-        Edit(TOTAL, "num_params * 4", Cause("Those are numbers, not bytes: each has its size.")),
-        Edit(f" {GRADS}", "", Cause("The gradients are missing.")),
-        Edit(
-            TOTAL,
-            "weights_and_grads + adam",
-            Cause("That is one parameter: there are num_params of them."),
-        ),
     ),
 )
