@@ -24,7 +24,7 @@ ODD_NUMBERS = (15, 30, 60, 63, 8_030_261_249)  # in billions, as a float, they h
 
 
 def _cases() -> list[Case]:
-    odd = (
+    odd: tuple[tuple[str, dict[str, int]], ...] = (
         (ODD.name, {}),
         ("a made-up recipe without a master copy", {"master_bytes": 0}),
         ("a made-up recipe with weights of 4 bytes", {"weight_bytes": 4}),

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn import functional as F
 
-from course_lib.checks.cases import A_FLOAT, Case, Cases, whole
+from course_lib.checks.cases import Case, Cases, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 
@@ -24,6 +24,8 @@ COPIES = Cause(
 CHANGED = Cause("params belongs to the caller: keep what you note in a set of your own.")
 THERE = Cause("The parameter is there anyway: leave out what lies in the storage of one.")
 OF_16_BIT = Cause("Not every number has 4 bytes, one of bf16 has 2: ask the storage for nbytes().")
+NOT_BYTES = Cause("Those are numbers, not bytes: 2 each in bf16.")
+WHOLE_STORAGE = Cause("A view keeps its whole storage alive: weigh untyped_storage().")
 ONCE = Cause("Two views of one storage: it lies in memory once. Note it under its own address.")
 TOLD_APART = Cause(
     "They are two storages: an address tells them apart; a size, an id or numbers may not."
@@ -36,6 +38,7 @@ ITS_STORAGE = Cause(
     "A parameter may be a later part of a storage, and begin elsewhere: note the storage's address "
     "in `skip`, not its own."
 )
+VIEWS = Cause("A view of a parameter begins elsewhere: compare the storages' addresses.")
 RUNS_ONCE = Cause("fn() may be the forward pass of a large model: run it once, inside the `with`.")
 NO_BACKWARD = Cause("Only the forward pass is to be weighed: call fn(), and no backward().")
 LEFT_ON = Cause("Hooks slow down all that follows: `with` takes them off, also after an error.")
@@ -79,59 +82,37 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _gelu(x: Tensor, dtype: torch.dtype) -> Compute:
+def _saving(make: Callable[[], tuple[Tensor, ...]], build: Callable[..., Tensor]) -> Compute:
+    """Compute some tensors, and from them an output whose operation has to save all of these."""
+
     def compute() -> tuple[Tensor, list[Tensor]]:
-        y = (x * 2).to(dtype)
-        return F.gelu(y), [y]
+        made = make()
+        return build(*made), [*made]
 
     return compute
 
 
-def _product(x: Tensor, weight: Tensor) -> Compute:
-    def compute() -> tuple[Tensor, list[Tensor]]:
-        y = x * 2
-        return y @ weight, [y, weight]
-
-    return compute
-
-
-def _masked(x: Tensor) -> Compute:
-    def compute() -> tuple[Tensor, list[Tensor]]:
-        mask = x > 2
-        return torch.where(mask, x * 2, x), [mask]
-
-    return compute
-
-
-def _of_double(x: Tensor, build: Callable[[Tensor], Tensor]) -> Compute:
-    """Compute from y = 2x something whose last operation saves y, or views of it."""
-
-    def compute() -> tuple[Tensor, list[Tensor]]:
-        y = x * 2
-        return build(y), [y]
-
-    return compute
-
-
-def _two_products(x: Tensor, y_factor: int, z_factor: int) -> Compute:
-    def compute() -> tuple[Tensor, list[Tensor]]:
-        y, z = x * y_factor, x * z_factor
-        return y * z, [y, z]
-
-    return compute
+def _times(x: Tensor, other: Tensor, *more: Tensor) -> Compute:
+    """Compute x times another tensor, which has to be saved, like `more`."""
+    return lambda: (x * other, [other, *more])
 
 
 def _cases() -> list[Case]:
     x = torch.arange(1.0, 13.0).reshape(3, 4).requires_grad_()
+    fails, once = (Forward(lambda: (x * x, [x]), [x], fails=fails) for fails in (True, False))
     found = *_storages(x), *_given(x)
     return [
         *((what, (Forward(compute, params), params)) for what, compute, params in found),
-        *_other_calls(),
+        ("fn() raises an error", (fails, [x])),
+        ("params as an iterator", (once, iter([x]))),
     ]
 
 
 def _storages(x: Tensor) -> list[Named]:
     """Return the cases in which one storage is saved several times, or equal ones are."""
+
+    def double() -> tuple[Tensor]:
+        return (x * 2,)
 
     def later_rows() -> tuple[Tensor, list[Tensor]]:
         y = x * 2
@@ -142,15 +123,15 @@ def _storages(x: Tensor) -> list[Named]:
         return (x * y).unsqueeze(-1) * y.view(torch.bfloat16).view(3, 4, 2), [y]
 
     return [
-        ("gelu in bf16", _gelu(x, torch.bfloat16), [x]),
-        ("gelu in float64", _gelu(x, torch.float64), [x]),
-        ("two rows of one tensor", _of_double(x, lambda y: y[:1] * y[1:2]), [x]),
-        ("a tensor times its first row", _of_double(x, lambda y: y * y[0]), [x]),
-        ("a tensor times its transpose", _of_double(x, lambda y: y @ y.T), [x]),
-        ("gelu of a tensor, times it", _of_double(x, lambda y: F.gelu(y) * y.detach()), [x]),
+        ("gelu in bf16", _saving(lambda: ((x * 2).bfloat16(),), F.gelu), [x]),
+        ("gelu in float64", _saving(lambda: ((x * 2).double(),), F.gelu), [x]),
+        ("two rows of one tensor", _saving(double, lambda y: y[:1] * y[1:2]), [x]),
+        ("a tensor times its first row", _saving(double, lambda y: y * y[0]), [x]),
+        ("a tensor times its transpose", _saving(double, lambda y: y @ y.T), [x]),
+        ("gelu of a tensor, times it", _saving(double, lambda y: F.gelu(y) * y.detach()), [x]),
         ("one storage, read as float32 and as bf16", two_dtypes, [x]),
-        ("two tensors of one size", _two_products(x, 2, 3), [x]),
-        ("two equal tensors", _two_products(x, 2, 2), [x]),
+        ("two tensors of one size", _saving(lambda: (x * 2, x * 3), torch.mul), [x]),
+        ("two equal tensors", _saving(lambda: (x * 2, x * 2), torch.mul), [x]),
         ("the later rows of a parameter", later_rows, [x]),
     ]
 
@@ -159,32 +140,26 @@ def _given(x: Tensor) -> list[Named]:
     """Return the cases with parameters, constants, masks and indices, some of them among params."""
     weight, part = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(16)[8:].view(4, 2))
     scale, number = nn.Parameter(torch.ones(4)), torch.tensor(2.0)
-    same, rows = x.detach().clone(), torch.tensor([0, 2, 2])
-    fixed = torch.full((3, 4), 2.0)
-    frozen = nn.Parameter(fixed.clone(), requires_grad=False)
-    columns = fixed[:, :2].detach()
+    same, rows, fixed = x.detach().clone(), torch.tensor([0, 2, 2]), torch.full((3, 4), 2.0)
+    frozen, columns = nn.Parameter(fixed.clone(), requires_grad=False), fixed[:, :2].detach()
+    by_weight = _saving(lambda: (x * 2, weight), torch.matmul)
+    by_part = _saving(lambda: (x * 2, part), torch.matmul)
+    masked = _saving(lambda: (x > 2,), lambda mask: torch.where(mask, x * 2, x))
     return [
-        ("x @ w", _product(x, weight), [x, weight]),
-        ("x @ w, where w is a parameter, but not among params", _product(x, weight), [x]),
-        ("x @ w, where w is the later half of a parameter", _product(x, part), [x, part]),
-        ("a mask of booleans", _masked(x), [x]),
+        ("x @ w", by_weight, [x, weight]),
+        ("x @ w, where w is a parameter, but not among params", by_weight, [x]),
+        ("x @ w, where w is the later half of a parameter", by_part, [x, part]),
+        ("a mask of booleans", masked, [x]),
         ("rows looked up by an index", lambda: (F.embedding(rows, x), [rows]), [x]),
-        ("x times a constant tensor", lambda: (x * fixed, [fixed]), [x]),
-        ("x times a buffer, which is among params", lambda: (x * fixed, [fixed]), [x, fixed]),
-        ("x times its copy", lambda: (x * same, [same]), [x]),
-        ("x times two columns of a constant", lambda: (x[:, :2] * columns, [columns]), [x]),
-        ("x times itself, without params", lambda: (x * x, [x]), []),
-        ("x times a scale of one dim, a parameter", lambda: (x * scale, [x, scale]), [x, scale]),
-        ("x times a number in a tensor", lambda: (x * number, [number]), [x]),
-        ("x times a frozen parameter, not among params", lambda: (x * frozen, [frozen]), [x]),
+        ("x times a constant tensor", _times(x, fixed), [x]),
+        ("x times a buffer, which is among params", _times(x, fixed), [x, fixed]),
+        ("x times its copy", _times(x, same), [x]),
+        ("x times two columns of a constant", _times(x[:, :2], columns), [x]),
+        ("x times itself, without params", _times(x, x), []),
+        ("x times a scale of one dim, a parameter", _times(x, scale, x), [x, scale]),
+        ("x times a number in a tensor", _times(x, number), [x]),
+        ("x times a frozen parameter, not among params", _times(x, frozen), [x]),
     ]
-
-
-def _other_calls() -> list[Case]:
-    """Return the cases in which fn or params is unusual."""
-    x = torch.arange(1.0, 13.0).reshape(3, 4).requires_grad_()
-    fails, once = (Forward(lambda: (x * x, [x]), [x], fails=fails) for fails in (True, False))
-    return [("fn() raises an error", (fails, [x])), ("params as an iterator", (once, iter([x])))]
 
 
 def _hooks_left() -> bool:
@@ -222,7 +197,6 @@ SKIP = "{param.untyped_storage().data_ptr() for param in params}"
 RUN = "        fn()"
 HOOKS = "    with saved_tensors_hooks(pack, lambda tensor: tensor)"
 ON = "    hooks = saved_tensors_hooks(pack, lambda tensor: tensor)\n    hooks.__enter__()"
-OFF = "    hooks.__exit__()"
 
 WEIGH = Exercise(
     key="memory-3",
@@ -240,62 +214,20 @@ WEIGH = Exercise(
     wrong=(
         Edit(f"{KEY} ", "kept[tensor.data_ptr()] ", ONCE),
         Edit(f"{KEY} ", "kept[id(tensor)] ", ONCE),
-        *(
-            Edit(f"{KEY} ", f"kept[storage.data_ptr(), {also}] ", ONCE)
-            for also in ("tensor.shape", "tensor.stride()", "tensor.requires_grad", "tensor.dtype")
-        ),
+        Edit(f"{KEY} ", "kept[storage.nbytes()] ", TOLD_APART),
         Edit(LEAVE_OUT, "True", THERE),
-        Edit(
-            LEAVE_OUT,
-            "tensor.data_ptr() not in skip",
-            Cause("A view of a parameter begins elsewhere: compare the storages' addresses."),
-        ),
+        Edit(LEAVE_OUT, "tensor.data_ptr() not in skip", VIEWS),
         Edit(LEAVE_OUT, "not tensor.is_leaf", GIVEN_ONLY),
-        Edit(LEAVE_OUT, "not (tensor.is_leaf and tensor.requires_grad)", GIVEN_ONLY),
         Edit(LEAVE_OUT, f"{LEAVE_OUT} and tensor.requires_grad", GIVEN_ONLY),
-        Edit(LEAVE_OUT, f"{LEAVE_OUT} and tensor.is_floating_point()", GIVEN_ONLY),
-        Edit(LEAVE_OUT, f"{LEAVE_OUT} and tensor.dim()", GIVEN_ONLY),
-        Edit(
-            LEAVE_OUT,
-            f"{LEAVE_OUT} and (tensor.requires_grad or type(tensor) is torch.Tensor)",
-            GIVEN_ONLY,
-        ),
-        Edit("for param in params}", "for param in params if param.dim() > 1}", THERE),
-        Edit(LEAVE_OUT, f"{LEAVE_OUT} and not isinstance(tensor, torch.nn.Parameter)", GIVEN_ONLY),
-        Edit(
-            LEAVE_OUT,
-            f"{LEAVE_OUT} and not any(map(tensor.equal, params))",
-            Cause("It has a parameter's numbers, but lies elsewhere: compare addresses only."),
-        ),
         Edit("param.untyped_storage()", "param", ITS_STORAGE),
         Edit(
-            LEAVE_OUT, f"storage.data_ptr() not in {SKIP}", READ_ONCE, also=((SKIP + "\n", "()\n"),)
+            LEAVE_OUT, f"storage.data_ptr() not in {SKIP}", READ_ONCE, also=((f"{SKIP}\n", "()\n"),)
         ),
-        Edit(SIZE, "= tensor.numel()", Cause("Those are numbers, not bytes: 2 each in bf16.")),
+        Edit(SIZE, "= tensor.numel()", NOT_BYTES),
         Edit(SIZE, "= tensor.numel() * 4", OF_16_BIT),
-        Edit(SIZE, "= storage.nbytes() // tensor.element_size() * 4", OF_16_BIT),
-        Edit(
-            SIZE,
-            "= tensor.nbytes",
-            Cause("A view keeps its whole storage alive: weigh untyped_storage()."),
-        ),
-        Edit(
-            SIZE,
-            "= tensor.nbytes if tensor._base is None else storage.nbytes()",
-            Cause("A detached view has no _base, but keeps its whole storage: weigh that."),
-        ),
-        Edit(f"{KEY} ", "kept[storage.nbytes()] ", TOLD_APART),
-        Edit(f"{KEY} ", "kept[bytes(storage)] ", TOLD_APART),
-        Edit(SIZE, "= storage.nbytes() / 1", A_FLOAT),
+        Edit(SIZE, "= tensor.nbytes", WHOLE_STORAGE),
         Edit("return tensor\n", "", NO_TENSOR),
-        Edit(f"if {LEAVE_OUT}:", "if storage.data_ptr() in skip:\n    return\nelse:", NO_TENSOR),
         Edit("return tensor\n", "return tensor.clone()\n", COPIES),
-        Edit("return tensor", "params.append(tensor)\nreturn tensor", CHANGED),
-        Edit(RUN, "        pass", NOT_CALLED),
-        Edit("    kept = {}", "    kept = {}\nfn()", RUNS_ONCE),
-        Edit(RUN, f"{RUN}.float().sum().backward()", NO_BACKWARD),
-        Edit(RUN, "        try:\n    fn()\nexcept Exception:\n    pass", SWALLOWED),
         Edit(f"{HOOKS}:\n{RUN}", f"{ON}\n{RUN[4:]}", LEFT_ON),
-        Edit(f"{HOOKS}:\n{RUN}", f"{ON}\n{RUN[4:]}\n{OFF}", LEFT_ON),
     ),
 )
