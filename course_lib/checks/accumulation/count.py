@@ -25,15 +25,9 @@ TOKENS = Cause("That counts tokens; a micro-batch consists of sequences.")
 ALL_RANKS = Cause("The ranks share the work: each does 1/dp of it.")
 SEQUENCES = Cause("That counts sequences; return the number of micro-batches.")
 TIMES_DP = Cause("More ranks run fewer micro-batches each: divide by dp.")
-NOT_BY_DP = Cause(
-    "All ranks need the same number of micro-batches: the sizes must divide by dp, too."
-)
-NO_SEQUENCE = Cause(
-    "The tokens must divide evenly, too: 100 are not a whole number of sequences of 8."
-)
-ROUNDED_BEFORE = Cause(
-    "`//` rounds before `%` sees it: look at the remainder of the whole division."
-)
+NOT_BY_DP = Cause("Every rank needs as many micro-batches: the sizes must divide by dp, too.")
+NO_SEQUENCE = Cause("100 tokens are no whole number of sequences of 8: that is an error, too.")
+ROUNDED_BEFORE = Cause("`//` rounds before `%` sees it: take the remainder of all of it.")
 ASSERTED = Cause("A ValueError is needed: raise it; `assert` raises an AssertionError, or nothing.")
 
 

@@ -27,7 +27,6 @@ OLD = 1000.0  # what gradients hold before a step
 HELD, LEFT = "held for backward at once", "what a micro-batch leaves in memory"
 NUMBERS_BYTES = 256  # for a few losses
 LOSS, GRAPH = "loss", "graph of the loss"
-NO_GRADIENT = Cause("No parameter has a gradient. Call backward on the loss of each part.")
 ALIVE = Cause(
     "The graphs of all micro-batches are alive at once: call backward in the loop, without "
     "retain_graph, and keep nothing that has a graph."
@@ -37,10 +36,7 @@ LEFTOVERS = Cause(
     "stays in memory to the end: keep only numbers, such as loss.detach()."
 )
 WITH_GRAPH = Cause("The loss that you return has a graph, and keeps it alive: add loss.detach().")
-NAN_LEFT_OUT = Cause(
-    "If one part is nan, so is the mean of all. Leaving it out or replacing it hides that training "
-    "has diverged: keep it."
-)
+NAN_LEFT_OUT = Cause("A nan in one part makes the mean nan: keep it, it shows what went wrong.")
 LOOKS = {CHANGED: CALLERS, HELD: ALIVE, LEFT: LEFTOVERS, GRAPH: WITH_GRAPH}
 # memory that grows: the graph of each micro-batch is kept alive
 KEEP = """loss.backward(retain_graph=True)

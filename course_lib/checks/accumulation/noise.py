@@ -71,33 +71,16 @@ MEAN_OF_RATIOS = Cause(
 )
 NOT_SQUARED = Cause("These are norms: the equations need squared norms.")
 SUMMED = Cause("The gradient of the whole batch is the mean of its micro-batches', not their sum.")
-MEAN_OF_NUMBERS = Cause(
-    "A squared norm is a sum over all numbers of the gradient, not their mean: the micro-batches' "
-    "norms are too small here."
-)
-IN_MICRO_BATCHES = Cause(
-    "That counts in micro-batches; the noise scale is a number of items: use micro_batch."
-)
-NOT_SCALED = Cause(
-    "The difference of the squared norms is tr(Sigma) (1/b - 1/B): divide by that bracket."
-)
+MEAN_OF_NUMBERS = Cause("A squared norm is a sum over all numbers of the gradient, not their mean.")
+IN_MICRO_BATCHES = Cause("Those are micro-batches, not items: use micro_batch.")
+NOT_SCALED = Cause("The difference is tr(Sigma) (1/b - 1/B): divide by that bracket.")
 UPSIDE_DOWN = Cause("That is |G|^2 / tr(Sigma): the noise scale is its inverse.")
 ONE_STEP = Cause("Only one step counts: add up the estimates of all steps.")
-TOGETHER = Cause(
-    "The parameters change between steps, and the gradient with them: estimate each step by "
-    "itself, then average."
-)
-CLAMPED = Cause(
-    "A single estimate of |G|^2 may be negative. Without those the average is too large: keep them."
-)
-NEGATIVE_TOO = Cause(
-    "Too little data can give a negative ratio. That says that the estimate is useless; a positive "
-    "number in its place would hide it."
-)
+TOGETHER = Cause("The gradient changes between steps: estimate each step by itself, then average.")
+CLAMPED = Cause("An estimate of |G|^2 may be negative. Keep it, or the average is too large.")
+NEGATIVE_TOO = Cause("A negative ratio says that the data are too few: do not hide that.")
 EACH_ITS_OWN = Cause("The steps have different numbers of micro-batches: B is a step's own.")
-IN_PLACE = Cause(
-    "Somebody still needs these gradients: leave the list and its tensors as they are."
-)
+IN_PLACE = Cause("These gradients are the caller's: leave the list and its tensors as they are.")
 
 BIG_SQ, SMALL_SQ = "grads.mean(0).pow(2).sum()", "grads.pow(2).sum(1).mean()"
 ESTIMATE = "(big * big_sq - micro_batch * small_sq) / (big - micro_batch)"

@@ -22,29 +22,18 @@ ONE_STEP = Cause("One step for the whole batch: after the loop, and outside of e
 OLD_GRADIENT = Cause("The old gradient is still in there: call zero_grad first.")
 SUMMED = Cause("The gradients were summed, not averaged: divide each loss.")
 TWICE = Cause("Divided twice: divide each loss by num_micro_batches once.")
-ONLY_LAST = Cause(
-    "Only the last micro-batch is left: zero_grad is in the loop, or backward is not."
-)
+ONLY_LAST = Cause("Only the last micro-batch is left: is zero_grad in the loop? Is backward?")
 CLEARED = Cause("No gradient at the step: no backward, or a zero_grad between it and the step.")
-ONCE_EACH = Cause(
-    "Call the model once on each micro-batch, and on nothing else, also for the loss."
-)
+ONCE_EACH = Cause("Call the model once on each micro-batch, on nothing else, also for the loss.")
 ONE_NUMBER = Cause("Return one number, the mean loss of the whole batch.")
 NOT_CLIPPED = Cause("Nothing was clipped before the step.")
 CLIPS_RUNNING = Cause("Clipped after each micro-batch: clip once, after the last backward.")
 CLIPS_EACH = Cause("Each micro-batch was clipped by itself: clip their sum.")
-CLIPS_PARAMETERS = Cause(
-    "Each parameter was clipped by itself: the norm is that of all parameters together."
-)
+CLIPS_PARAMETERS = Cause("The norm is that of all parameters together, not each one's own.")
 CLIPS_NUMBERS = Cause("Single values were cut off: scale the whole gradient instead.")
-CLIPS_SUM = Cause(
-    "Clipped to max_norm / num_micro_batches: clip the mean gradient, not the sum, and to max_norm "
-    "itself."
-)
+CLIPS_SUM = Cause("Clip the mean gradient, not the sum, and to max_norm itself.")
 SOME_PARAMETERS = Cause("Some parameters were left out: clip all of them in one call.")
-STRETCHED = Cause(
-    "A gradient whose norm is below max_norm stays as it is: clipping never enlarges it."
-)
+STRETCHED = Cause("Clipping never enlarges: a norm below max_norm stays as it is.")
 LOOK = Cause("Compare with one backward of the full batch, and one step.")
 
 

@@ -35,8 +35,7 @@ PADDING = Cause("Padding is in the total: leave out -100.")
 TOKEN_0 = Cause("Token 0 is a token like any other: compare with IGNORED.")
 NAN = Cause("The mean over no tokens is 0/0: leave that part out.")
 NOT_SKIPPED = Cause(
-    "The model ran on a part without tokens, which costs a forward, and moves its buffers and "
-    "random numbers: look at the targets before you call it."
+    "The model ran on a part without tokens: look at the targets before you call it."
 )
 LOSS_OF_LAST = Cause("That is the last part's term of the mean: add up all terms.")
 ONE_NUMBER = Cause("Return one number, the mean over all tokens that count.")
@@ -44,10 +43,9 @@ NAN_HIDDEN = Cause(
     "A nan that the model makes is hidden: find the parts without tokens by their targets, and "
     "keep every other nan."
 )
-TO_THE_FIRST_IGNORED = Cause(
-    "Padding need not be at the end: count the targets that are not IGNORED, wherever they are."
-)
+TO_THE_FIRST_IGNORED = Cause("Padding need not be at the end: count wherever it is not IGNORED.")
 LOOK = Cause("Compare with one backward of the full batch.")
+OF_LABELS = {**effects.LOOKS, CALLS: ONCE_EACH}
 
 
 def _observed(
@@ -184,7 +182,7 @@ UNEVEN = Exercise(
     title="uneven parts",
     check=Effects(
         cases=_cases,
-        looks={**effects.LOOKS, CALLS: ONCE_EACH},
+        looks=OF_LABELS,
         look=LOOK,
         rtol=1e-9,
         success="Every item counts the same, also in uneven parts.",
@@ -199,13 +197,13 @@ UNEVEN = Exercise(
         Edit(LOOP, f"{LOOP}\n    model.zero_grad()", ONLY_LAST),
         Edit(LOOP, f"model.zero_grad()\n{LOOP}", CLEARED),
         Edit(ADD, ADD_UP, effects.ALIVE, also=((LOOP, f"total = 0.0\n{LOOP}"),)),
-        Edit(ADD, MEAN, effects.NO_GRADIENT),
         Edit("sum(len(targets)", "sum(targets.numel()", NOT_NUMEL),
         *TRAINS,
     ),
 )
 
 COUNT, SHARE = "int((targets != IGNORED).sum())", "* count / sum(counts)"
+RUN_FIRST = "outputs = model(inputs)\nif count:"
 BACK, FORWARD = "loss.backward()", "token_loss(model(inputs), targets)"
 
 TOKENS = Exercise(
@@ -213,12 +211,7 @@ TOKENS = Exercise(
     title="tokens that count",
     check=Effects(
         cases=_token_cases,
-        looks={
-            **effects.LOOKS,
-            CALLS: ONCE_EACH,
-            effects.LOSS: ONE_NUMBER,
-            SHOWN: NAN_HIDDEN,
-        },
+        looks={**OF_LABELS, effects.LOSS: ONE_NUMBER, SHOWN: NAN_HIDDEN},
         look=LOOK,
         rtol=1e-9,
         success="Every token counts the same, padding counts nothing.",
@@ -229,10 +222,7 @@ TOKENS = Exercise(
         Edit("sum(counts)", "sum(each.numel() for _, each in parts)", PADDING),
         Edit("if count:", "if True:", NAN),
         Edit(
-            "if count:",
-            "outputs = model(inputs)\nif count:",
-            NOT_SKIPPED,
-            also=((FORWARD, FORWARD.replace("model(inputs)", "outputs")),),
+            "if count:", RUN_FIRST, NOT_SKIPPED, also=((FORWARD, "token_loss(outputs, targets)"),)
         ),
         Edit(SHARE, "", TOKENS_SUMMED),
         Edit(COUNT, "int((targets > 0).sum())", TOKEN_0),

@@ -45,18 +45,13 @@ def _drawn(random: Random) -> list[Case]:
 
 TIED = Cause("The tied head is the embedding's own matrix: count it once.")
 UNTIED = Cause("An untied head has a matrix of its own: look at spec.tied.")
-BIASES = Cause(
-    "The linear layers have biases: 4 * hidden a layer in attention, ffn_hidden + hidden in the "
-    "MLP, one for each number that comes out."
-)
+BIASES = Cause("A linear layer has a bias for each number that comes out: 4h, f and h in a layer.")
 ATTENTION = Cause("Attention has four matrices: q, k, v and the one after.")
 MLP = Cause("The MLP has two matrices: one to ffn_hidden, one back to hidden.")
 LAST_NORM = Cause("The last norm, after all layers, is missing.")
 NORMS = Cause("The norms are missing: a weight and a bias each.")
 TWO_NORMS = Cause("A layer has two norms: one before attention, one before the MLP.")
-NORM = Cause("A norm has a weight and a bias.")
 POSITIONS = Cause("The table of positions is missing: max_seq * hidden.")
-HEAD_BIAS = Cause("The head has no bias, tied or not.")
 RULE_OF_THUMB = Cause("That is the rule of thumb: here biases, norms and positions count, too.")
 FOUR_TIMES = Cause("ffn_hidden is a size of its own: 4 * hidden is only usual.")
 NOT_BYTES = Cause("Those are bytes in fp32: parameters are counted in numbers.")
@@ -90,9 +85,7 @@ COUNT = Exercise(
         Edit(" + 2 * h + tables", " + tables", LAST_NORM),
         Edit(TOTAL, "spec.num_layers * (attention + mlp) + tables", NORMS),
         Edit(LAYER, "(attention + mlp + 2 * h)", TWO_NORMS),
-        Edit(TOTAL, "spec.num_layers * (attention + mlp + 2 * h) + h + tables", NORM),
         Edit("(spec.vocab + spec.max_seq)", "spec.vocab", POSITIONS),
-        Edit(HEAD, "(0 if spec.tied else spec.vocab * (h + 1))", HEAD_BIAS),
         Edit(TOTAL, "12 * spec.num_layers * h * h + spec.vocab * h", RULE_OF_THUMB),
         Edit("spec.ffn_hidden", "4 * spec.hidden", FOUR_TIMES),
         Edit(TOTAL, f"4 * ({TOTAL})", NOT_BYTES),

@@ -7,7 +7,7 @@ from typing import Any
 from course_lib.checks.cases import Case, Cases, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
-from course_lib.core import ModelSpec
+from course_lib.core import MODELS, ModelSpec
 
 PARTS = ("norms", "attention", "scores", "mlp", "masks")
 
@@ -20,9 +20,6 @@ KEYS = Cause(f"Return a dict with these keys: {', '.join(PARTS)}.")
 def _cases() -> list[Case]:
     shared = replace(ODD, num_heads=6, num_kv_heads=2)
     odd_heads = replace(ODD, hidden=15, num_heads=3, num_kv_heads=1)
-    gpt2 = ModelSpec(
-        hidden=768, num_layers=12, num_heads=12, ffn_hidden=3072, vocab=50257, max_seq=1024
-    )
     return _described(
         (replace(ODD, num_heads=1), 1, 1, 2),
         (replace(ODD, num_heads=1), 1, 5, 2),
@@ -33,7 +30,7 @@ def _cases() -> list[Case]:
         (shared, 2, 10, 2),
         (shared, 5, 11, 4),
         (odd_heads, 2, 9, 2),
-        (gpt2, 8, 1024, 2),
+        (MODELS["gpt2"], 8, 1024, 2),
     )
 
 
@@ -69,18 +66,11 @@ def _parts(result: Any, *_arguments: Any) -> dict[str, Any]:
 MASK = Cause("A dropout mask takes one byte a number, whatever number_bytes is.")
 NO_MASK = Cause("Dropout on the attention weights saves its mask: one byte for each score.")
 EACH_STORAGE = Cause("q, k and v are three products of one input: autograd keeps its storage once.")
-AFTER_DROPOUT = Cause(
-    "The weights after dropout are an input of the product with the values: there are softmax's "
-    "output, the mask, and those."
-)
-BEFORE_SOFTMAX = Cause("Softmax saves its output; its input, the scores before it, is let go.")
+AFTER_DROPOUT = Cause("The weights after dropout are saved, too: the product with v needs them.")
 TWO_MASKS = Cause("There are two masks: after attention, and after the MLP.")
 ALL_SEQUENCES = Cause("Every sequence of the batch has its own numbers.")
 PAIRS = Cause("A score belongs to a pair of tokens: seq * seq of them.")
 ALL_HEADS = Cause("Each head has scores of its own.")
-HEADS_OF_QUERIES = Cause(
-    "Each head of queries has scores of its own, also where heads share a key."
-)
 BOTH = Cause("Keys and values are both inputs of a product: each is saved.")
 KV_HIDDEN = Cause("Keys and values have kv_hidden numbers a token: less where heads share them.")
 MLP_INPUT = Cause("The MLP's first product saves its input, too: the output of the norm.")
@@ -107,10 +97,8 @@ LAYER = Exercise(
         Edit("tokens = batch * seq", "tokens = seq", ALL_SEQUENCES),
         Edit(SCORES, SCORES.replace("seq * seq", "seq"), PAIRS),
         Edit(SCORES, SCORES.replace("spec.num_heads * ", ""), ALL_HEADS),
-        Edit(SCORES, SCORES.replace("spec.num_heads", "spec.kv_heads"), HEADS_OF_QUERIES),
         Edit(BYTES, "2 * number_bytes)", NO_MASK),
         Edit(BYTES, "number_bytes + 1)", AFTER_DROPOUT),
-        Edit(BYTES, "3 * number_bytes + 1)", BEFORE_SOFTMAX),
         Edit("2 * tokens * spec.hidden,", "2 * tokens * spec.hidden * number_bytes,", MASK),
         Edit('"masks": 2 *', '"masks":', TWO_MASKS),
         Edit("3 * hidden + 2 * keys", "5 * hidden + 2 * keys", EACH_STORAGE),
@@ -119,15 +107,6 @@ LAYER = Exercise(
         Edit("hidden + 2 * wide", "2 * wide", MLP_INPUT),
         Edit("hidden + 2 * wide", "hidden + wide", GELU),
         Edit('"norms": 2 * hidden', '"norms": hidden', TWO_NORMS),
-        Edit(
-            "= tokens * spec.hidden * number_bytes",
-            "= tokens * spec.hidden",
-            NOT_BYTES,
-            also=(
-                ("* spec.kv_hidden * number_bytes", "* spec.kv_hidden"),
-                ("* spec.ffn_hidden * number_bytes", "* spec.ffn_hidden"),
-                (BYTES, "2 + 1)"),
-            ),
-        ),
+        Edit("tokens = batch * seq", "number_bytes = 1\ntokens = batch * seq", NOT_BYTES),
     ),
 )

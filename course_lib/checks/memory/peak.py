@@ -52,32 +52,17 @@ def _drawn(random: Random) -> list[Case]:
     return _described(*(one(count) for count in (1, 1, 3)))
 
 
-BEGIN = Cause(
-    "That is the start of backward. Where a layer's gradients are larger than its activations, "
-    "memory still grows in backward: count after each layer."
-)
-ONE_MICRO_BATCH = Cause(
-    "With one micro-batch, all activations and all gradients are never there together: a layer's "
-    "gradients come when its activations are freed."
-)
-STAY = Cause(
-    "Gradients stay until the optimizer's step: from the second micro-batch on, forward and "
-    "backward run beside all gradients of the first."
-)
+BEGIN = Cause("That is the start of backward, but memory may still grow: count after each layer.")
+ONE_MICRO_BATCH = Cause("A layer's gradients come when its activations are freed: not all at once.")
+STAY = Cause("Gradients stay until the step: later micro-batches run beside all of the first's.")
 START = Cause("The start of backward counts: all activations are there, no gradient yet.")
 SAME_MEMORY = Cause("The second micro-batch adds to the same gradients: they take no new memory.")
 BACKWARDS = Cause("Backward goes from the last layer to the first.")
-ONE_AT_A_TIME = Cause(
-    "Each backward frees the activations before the next forward: one micro-batch's are there at a "
-    "time."
-)
+ONE_AT_A_TIME = Cause("Each backward frees its activations before the next forward.")
 STATES = Cause("The states are there all the time.")
 NO_GRADIENTS = Cause("The gradients are missing: they come in backward, and stay until the step.")
 ALL_LAYERS = Cause("At the end of forward the activations of all layers are there.")
-EACH_LAYER = Cause(
-    "Go through all layers by number: sizes may be equal, a frozen layer has no gradients but frees"
-    " its activations, and one that keeps nothing may have gradients."
-)
+EACH_LAYER = Cause("Go by number: sizes may be equal, or 0 (a frozen layer has no gradients).")
 UNCHANGED = Cause("The lists belong to the caller: reversed(acts) leaves them as they are.")
 MOST, FREED = "            most = max(most, kept + held)\n", "            kept -= act\n"
 GROWS, RETURN = "            held += new if micro_batch == 0 else 0\n", "return states + most"

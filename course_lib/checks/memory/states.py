@@ -58,16 +58,11 @@ NO_MOMENTS = Cause("Adam's moments are missing.")
 TWO_MOMENTS = Cause("Not every optimizer has two moments: look at num_moments.")
 IN_FP32 = Cause("Moments need not be in fp32: each has moment_bytes.")
 NO_ACCUMULATOR = Cause("The fp32 gradient accumulator is missing.")
-BESIDE = Cause("The accumulator is kept beside the gradients, not in their place.")
 NO_COPY = Cause("The fp32 master copy is missing.")
-NO_MASTER = Cause(
-    "A recipe without a master copy may have an accumulator and moments: add up its sizes as they "
-    "are."
-)
+NO_MASTER = Cause("Without a master copy there may still be an accumulator and moments.")
 SIXTEEN = Cause("16 is one recipe: add up the sizes of the one you are given.")
 NO_WEIGHTS = Cause("The weights are missing.")
 NO_GRADS = Cause("The gradients are missing.")
-OF_ACTIVATIONS = Cause("activation_bytes is for activations: a weight has weight_bytes.")
 AS_THEY_ARE = Cause("A size may be 0 or small: take each of the recipe's sizes as it is.")
 ONE_PARAMETER = Cause("That is one parameter: there are num_params of them.")
 CUT_OFF = Cause("A float has 16 digits, and int() cuts off: multiply whole numbers, to the end.")
@@ -90,13 +85,11 @@ STATES = Exercise(
         Edit("recipe.num_moments", "2", TWO_MOMENTS),
         Edit("recipe.moment_bytes", "4", IN_FP32),
         Edit(ACCUMULATOR, "", NO_ACCUMULATOR),
-        Edit(f"{GRADS} {ACCUMULATOR}", "+ (recipe.accumulator_bytes or recipe.grad_bytes)", BESIDE),
         Edit("recipe.master_bytes + ", "", NO_COPY),
         Edit(MOMENTS, f"(recipe.master_bytes and {MOMENTS})", NO_MASTER),
         Edit(TOTAL, "num_params * 16", SIXTEEN),
         Edit("recipe.weight_bytes +", "", NO_WEIGHTS),
         Edit(f" {GRADS}", "", NO_GRADS),
-        Edit("recipe.weight_bytes", "recipe.activation_bytes", OF_ACTIVATIONS),
         Edit("recipe.moment_bytes", "(recipe.moment_bytes or 4)", AS_THEY_ARE),
         Edit(TOTAL, "weights_and_grads + adam", ONE_PARAMETER),
         Edit(TOTAL, "int(num_params / 1e9 * (weights_and_grads + adam) * 1e9)", CUT_OFF),

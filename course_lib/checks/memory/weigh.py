@@ -15,38 +15,23 @@ Compute = Callable[[], tuple[Tensor, list[Tensor]]]
 Named = tuple[str, Compute, list[Tensor]]
 
 NOT_CALLED = Cause("Nothing is saved before fn() runs: call it inside `with saved_tensors_hooks`.")
-NO_TENSOR = Cause(
-    "What `pack` returns is what autograd keeps: return the tensor, also where it is a parameter."
-)
-COPIES = Cause(
-    "`pack` returns a copy, which takes memory of its own: return the tensor that it was given."
-)
+NO_TENSOR = Cause("Autograd keeps what `pack` returns: return the tensor, also a parameter.")
+COPIES = Cause("`pack` returns a copy, which takes memory, too: return what it was given.")
 CHANGED = Cause("params belongs to the caller: keep what you note in a set of your own.")
 THERE = Cause("The parameter is there anyway: leave out what lies in the storage of one.")
 OF_16_BIT = Cause("Not every number has 4 bytes, one of bf16 has 2: ask the storage for nbytes().")
 NOT_BYTES = Cause("Those are numbers, not bytes: 2 each in bf16.")
 WHOLE_STORAGE = Cause("A view keeps its whole storage alive: weigh untyped_storage().")
 ONCE = Cause("Two views of one storage: it lies in memory once. Note it under its own address.")
-TOLD_APART = Cause(
-    "They are two storages: an address tells them apart; a size, an id or numbers may not."
-)
-READ_ONCE = Cause(
-    "params may be an iterator, like model.parameters(), which can be read once: note the "
-    "addresses in `skip` before fn() runs."
-)
-ITS_STORAGE = Cause(
-    "A parameter may be a later part of a storage, and begin elsewhere: note the storage's address "
-    "in `skip`, not its own."
-)
+TOLD_APART = Cause("They are two storages: only an address tells them apart for sure.")
+READ_ONCE = Cause("params may be an iterator, and is read once: note addresses before fn() runs.")
+ITS_STORAGE = Cause("A parameter may be a later part of a storage: note the storage's address.")
 VIEWS = Cause("A view of a parameter begins elsewhere: compare the storages' addresses.")
 RUNS_ONCE = Cause("fn() may be the forward pass of a large model: run it once, inside the `with`.")
 NO_BACKWARD = Cause("Only the forward pass is to be weighed: call fn(), and no backward().")
 LEFT_ON = Cause("Hooks slow down all that follows: `with` takes them off, also after an error.")
 SWALLOWED = Cause("What fn() has saved until then is not the answer: let its error through.")
-GIVEN_ONLY = Cause(
-    "A mask, an index or an input is saved as well, whatever its dtype and whether or not it needs "
-    "a gradient: leave out `params`, and nothing else."
-)
+GIVEN_ONLY = Cause("Masks, indices, inputs are saved, too: leave out `params`, and nothing else.")
 
 
 class Forward:

@@ -30,14 +30,8 @@ OTHER_MEMORY = Cause(
     "the step. Write into it: param.copy_(master) under no_grad."
 )
 NO_STEP = Cause("The master did not move: give it a .grad, then call optimizer.step().")
-NOT_CALLED = Cause(
-    "The gradient is finite, and optimizer.step() was not called: let the optimizer step the "
-    "master; it may have momentum."
-)
-FROM_PARAM = Cause(
-    "The master starts each step from the rounded parameter, so small steps are lost: copy the "
-    "master into param, never the other way round."
-)
+NOT_CALLED = Cause("Let the optimizer step the master, in its own way: call optimizer.step() once.")
+FROM_PARAM = Cause("Small steps are lost in 16 bits: never copy param into master.")
 NOT_CLIPPED = Cause("master.grad was not clipped: clip it before the step.")
 SCALED_UP = Cause("A gradient below max_norm was scaled up: the factor is at most 1.")
 NOT_SET = Cause("The last step's gradient is still in master.grad: set it, do not add to it.")
@@ -112,6 +106,7 @@ def _cases() -> list[EffectCase]:
 
 UNSCALED, FINITE = "param.grad.float() / scale", "if not master.grad.isfinite().all():"
 CLIP = "nn.utils.clip_grad_norm_([master], max_norm)"
+UNSCALED_LATE = (CLIP, f"{CLIP}\nmaster.grad /= scale")
 STEP, COPY = "optimizer.step()", "param.copy_(master)"
 ADDED = f"{UNSCALED} + (0 if master.grad is None else master.grad)"
 
@@ -133,12 +128,7 @@ HALF_STEP = Exercise(
         success="Unscaled in fp32, clipped, stepped in fp32, and rounded once.",
     ),
     wrong=(
-        Edit(
-            UNSCALED,
-            "param.grad.float()",
-            CLIPPED_SCALED,
-            also=((CLIP, f"{CLIP}\nmaster.grad /= scale"),),
-        ),
+        Edit(UNSCALED, "param.grad.float()", CLIPPED_SCALED, also=(UNSCALED_LATE,)),
         Edit(UNSCALED, "param.grad.float()", SCALED),
         Edit(UNSCALED, "(param.grad / scale).float()", IN_HALF),
         Edit(COPY, f"{COPY}\nmaster.copy_(param)", ROUNDED),

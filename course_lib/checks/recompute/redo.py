@@ -8,16 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib.checks.accumulation.effects import (
-    LOOKS,
-    OLD,
-    EffectCase,
-    Effects,
-    LiveStorages,
-    flat_grads,
-    watched,
-    with_old_grads,
-)
+from course_lib.checks.accumulation import effects
+from course_lib.checks.accumulation.effects import EffectCase, Effects, LiveStorages, watched
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.on_ranks import copied
@@ -36,24 +28,15 @@ DETACH = Cause(
     "only a leaf has a .grad, and autograd itself goes on to what came before."
 )
 MASKS = Cause("The masks differ from those of the first run: restore the random state.")
-ONLY_X = Cause(
-    "The parameters of fn get no gradient: torch.autograd.grad reaches x only; "
-    "torch.autograd.backward reaches everything."
-)
+ONLY_X = Cause("The parameters of fn need gradients, too: torch.autograd.backward reaches all.")
 MOVED_ON = Cause("backward has changed the random state. Use fork_rng, and set no seed.")
 FROM_GRAD = Cause("Go back from grad, the gradient of what fn returned, not from ones.")
 ONCE = Cause("Run fn once, and where it is recorded: each run costs a whole forward.")
 WITH_GRAPH = Cause("A gradient that has a graph keeps all of it alive: no create_graph here.")
 LEFT_ON = Cause("Autograd stays on: use `with torch.enable_grad():`, whose end turns it off again.")
 ZEROED = Cause("What was in the parameters' gradients before is gone: backward has to add to it.")
-CALLERS_MODE = Cause(
-    "Whether fn is in training mode is the caller's choice: run it as it is, without train() or "
-    "eval()."
-)
-LEFT_ALIVE = Cause(
-    "Some tensor of the second run stays in memory, which recompute is meant to save. Keep nothing "
-    "but the gradients, and no graph (retain_graph)."
-)
+CALLERS_MODE = Cause("fn's training mode is the caller's choice: call neither train() nor eval().")
+LEFT_ALIVE = Cause("Some tensor of the second run stays in memory: keep only the gradients.")
 LOOK = Cause(
     "Go back from grad, through what fn made of x; return the gradient of x. Is it right without "
     "dropout? Then restore the random state before fn runs."
@@ -67,7 +50,7 @@ def _redo(
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of asking for the .grad of what is no leaf
         torch.manual_seed(0)
-        module = with_old_grads(layer())
+        module = effects.with_old_grads(layer())
         dtype = next((param.dtype for param in module.parameters()), torch.float32)
         grad, runs = torch.arange(8.0, dtype=dtype).view(2, 4), list[int]()
         state = torch.manual_seed(3).get_state()
@@ -88,7 +71,7 @@ def _redo(
         done = {
             BEFORE_X: "untouched" if earlier.grad is None else "got a gradient",
             OF_X: copied(of_x),
-            OF_PARAMETERS: flat_grads(module) - OLD,
+            OF_PARAMETERS: effects.flat_grads(module) - effects.OLD,
             **seen,
             RUNS: len(runs),
             GRAPHS: graphs,
@@ -129,7 +112,7 @@ REDO = Exercise(
     library=("course_lib.recompute.activations:recompute",),
     check=Effects(
         cases=_cases,
-        looks={**LOOKS, BEFORE_X: DETACH, RUNS: ONCE, GRAPHS: WITH_GRAPH, LEFT: LEFT_ALIVE},
+        looks={**effects.LOOKS, BEFORE_X: DETACH, RUNS: ONCE, GRAPHS: WITH_GRAPH, LEFT: LEFT_ALIVE},
         look=LOOK,
         success="The same gradients, the same masks, and the random state is as it was before.",
     ),

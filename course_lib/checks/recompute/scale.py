@@ -17,9 +17,7 @@ HALVES = Cause("An overflow halves the scale.")
 DOUBLES = Cause("Three consecutive good steps double it; num_good are those before this one.")
 TOO_EARLY = Cause("Too early: only after 3 consecutive good steps.")
 NO_LIMITS = Cause("There is no lower and no upper limit here: halve and double any scale.")
-IS_FALSE = Cause(
-    "`finite` need not be a bool of Python: isfinite().all() gives a tensor. Use `if not finite`."
-)
+IS_FALSE = Cause("`finite` may be a tensor: isfinite().all() returns one. Use `if not finite`.")
 RUN_BROKEN = Cause("An overflow ends the run of good steps: the count starts again from 0.")
 BEGINS_ANEW = Cause("After the scale has doubled, the count starts again from 0.")
 COUNTS = Cause("A good step adds 1 to the count.")

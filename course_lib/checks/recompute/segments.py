@@ -8,14 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib.checks.accumulation.effects import (
-    LOOKS,
-    EffectCase,
-    Effects,
-    LiveStorages,
-    flat,
-    watched,
-)
+from course_lib.checks.accumulation import effects
+from course_lib.checks.accumulation.effects import EffectCase, Effects, LiveStorages, watched
 from course_lib.checks.cases import Case, Cases, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
@@ -33,17 +27,10 @@ SIZES = (
     (25, 2, 3), (97, 7, 3), (200, 1000, 1), (125, 2**26, 2**26), (48, 2**26 + 1, 2**26)
 )  # fmt: skip
 
-ROOT = Cause(
-    "That is the square root of the layers. It is best if a block keeps as much as its input; here "
-    "it keeps more, or less."
-)
+ROOT = Cause("The root of the layers is best only if a block keeps as much as its input.")
 BYTES_NOT_BLOCKS = Cause("Those are the bytes: return the number of blocks.")
-ALL_AT_ONCE = Cause(
-    "One segment needs everything at once: its peak is no lower than without recompute."
-)
-FORMULA = Cause(
-    "The formula knows neither ties nor that the number of segments is rounded up: try every k."
-)
+ALL_AT_ONCE = Cause("One segment needs everything at once: nothing is saved.")
+FORMULA = Cause("The formula knows neither ties nor that segments are rounded up: try every k.")
 ROUND_UP = Cause("Round up: the last segment may be shorter, and has an input too.")
 FROM_0 = Cause("An index starts at 0, the size of a segment at 1.")
 OF_INPUTS = Cause("An input is not 1 byte: times input_bytes.")
@@ -91,28 +78,16 @@ OUTPUT, HELD, GRADIENTS = "output", "tensors held after forward", "gradients"
 GRAPH, X_LEARNS, ALIVE = "graph of the output", "gradient of x", "tensors alive after forward"
 
 EACH_ONCE = Cause("Run each block once, in order, k at a time; the last segment may be shorter.")
-WHOLE_SEGMENTS = Cause(
-    "Need the input of each segment, and nothing else. Recompute whole segments of k blocks."
-)
+WHOLE_SEGMENTS = Cause("Keep the input of each segment, and nothing else.")
 EACH_BLOCK = Cause("Every block is a segment of its own here: recompute k blocks together.")
 ONE_SEGMENT = Cause("All blocks are one segment here: recompute them k by k.")
-LATE_NAMES = Cause(
-    "A lambda looks its names up when it is called, in backward: hand the blocks over as an "
-    "argument."
-)
-SEGMENT_BY_SEGMENT = Cause(
-    "Backward goes segment by segment, the last one first, k blocks each, every block once."
-)
+LATE_NAMES = Cause("A lambda looks up names when it runs, in backward: pass blocks as an argument.")
+SEGMENT_BY_SEGMENT = Cause("Backward runs each segment once, its k blocks, the last segment first.")
 CHAIN = Cause("Each segment's output is the next one's input.")
 DETACHED = Cause("x got no gradient: do not detach it; the layers before x have to learn, too.")
-NO_X_GRADIENT = Cause(
-    "x needs no gradient here, but the parameters do: use_reentrant=True cuts them off. Use the "
-    "course's recompute, or use_reentrant=False."
-)
+NO_X_GRADIENT = Cause("Where x needs no gradient, use_reentrant=True cuts the parameters off.")
 OTHER_MASKS = Cause("Other masks in backward: leave preserve_rng_state on, as recompute does.")
-MORE_ALIVE = Cause(
-    "More than one tensor a segment stays in memory: keep its input, no outputs, no copies."
-)
+MORE_ALIVE = Cause("More than its input is kept of a segment: no outputs, no copies.")
 CUT = Cause("The output has no graph, so no gradient can flow back through it.")
 NOT_RECOMPUTED = Cause("Nothing is recomputed: call recompute(run_all, ...) for each segment.")
 
@@ -148,7 +123,7 @@ def _run(
         BACKWARD: calls[len(forward) :],
         HELD: held,
         ALIVE: "one a segment" if alive <= num_segments else f"{alive} in {num_segments} segments",
-        GRADIENTS: flat(grads),
+        GRADIENTS: effects.flat(grads),
     }
 
 
@@ -159,10 +134,7 @@ def _block(drop: float) -> nn.Module:
 def _run_cases() -> list[EffectCase]:
     sizes = ((1, 1), (4, 2), (6, 3), (5, 2), (4, 1), (7, 3), (3, 5), (0, 2))
     return [
-        *(
-            (f"num_layers {num_layers}, k {k}", partial(_run, num_layers=num_layers, k=k))
-            for num_layers, k in sizes
-        ),
+        *((f"num_layers {n}, k {k}", partial(_run, num_layers=n, k=k)) for n, k in sizes),
         ("dropout", partial(_run, num_layers=5, k=2, drop=0.5)),
         ("x needs no gradient", partial(_run, num_layers=5, k=2, learns=False)),
     ]
@@ -186,7 +158,7 @@ SEGMENTS = Exercise(
     check=Effects(
         cases=_run_cases,
         looks={
-            **LOOKS,
+            **effects.LOOKS,
             FORWARD: EACH_ONCE,
             HELD: WHOLE_SEGMENTS,
             BACKWARD: SEGMENT_BY_SEGMENT,
