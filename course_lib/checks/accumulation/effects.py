@@ -67,7 +67,8 @@ class Effects:
         """Observe the answer in each case; yield what it did, or what it raised."""
         for _, observe in self.cases():
             try:
-                with little_memory(), torch.random.fork_rng(devices=[]):
+                # what it leaves behind of autograd and the random state is not the next case's
+                with little_memory(), torch.random.fork_rng(devices=[]), torch.enable_grad():
                     done = observe(answer)
                 yield done
             except (NotImplementedError, NotDone, MemoryError):
