@@ -69,9 +69,13 @@ class Step:
     def start(self, work: TrackedWork, deliver: Callable[[], bool] = lambda: True) -> TrackedWork:
         """Note a call that has started."""
         post = work.post
-        world = len(post.members) == self.world_size
-        group = "" if world else f" in the group {', '.join(map(str, post.members))}"
-        name = f"{post.kind} of {post.num_bytes} bytes{group}"
+        if post.kind in ("send", "recv"):
+            peer = "anyone" if post.peer < 0 else f"rank {post.peer}"
+            where = f" {'to' if post.kind == 'send' else 'from'} {peer}"
+        else:
+            world = len(post.members) == self.world_size
+            where = "" if world else f" in the group {', '.join(map(str, post.members))}"
+        name = f"{post.kind} of {post.num_bytes} bytes{where}"
         self.calls[id(work)] = Call(work, name, deliver)
         self.order.append(name)
         return work
@@ -187,26 +191,24 @@ class WaitedFuture(Future[Any]):
 def _noting(step: Step) -> Iterator[None]:
     """Tell a step of the calls that this process makes, and of the waits for them."""
     collective, message = TracedGroup.collective, TracedGroup._message
+    from_anyone = TracedGroup.recv_anysource
     finishes = {name: getattr(TrackedWork, name) for name in ("wait", "synchronize")}
     is_completed, get_future = TrackedWork.is_completed, TrackedWork.get_future
 
     def start(group: TracedGroup, method: str, args: tuple[Any, ...], kwargs: Any) -> TrackedWork:
         if method == "barrier":
             return step.start(collective(group, method, args, kwargs))
-        before = [(tensor, tensor.detach().clone()) for tensor in _tensors(args[:2])]
-        hidden = {id(tensor): tensor.detach().clone() for tensor in _tensors(args[0])}
-
-        def deliver() -> bool:
-            is_untouched = all(_same(tensor.detach(), old) for tensor, old in before)
-            for tensor in _tensors(args[0]):
-                tensor.data.copy_(hidden[id(tensor)])
-            return is_untouched
-
+        hidden, deliver = _held_back(args[0], args[1:2])
         given = (_swapped(args[0], hidden), *args[1:])
         return step.start(collective(group, method, given, kwargs), deliver)
 
-    def send(group: TracedGroup, *args: Any) -> TrackedWork:
-        return step.start(message(group, *args))
+    def send(group: TracedGroup, kind: str, tensors: list[Tensor], *to: int) -> TrackedWork:
+        hidden, deliver = _held_back(tensors if kind == "recv" else [], tensors)
+        return step.start(message(group, kind, _swapped(tensors, hidden), *to), deliver)
+
+    def receive(group: TracedGroup, tensors: list[Tensor], tag: int) -> TrackedWork:
+        hidden, deliver = _held_back(tensors, [])
+        return step.start(from_anyone(group, _swapped(tensors, hidden), tag), deliver)
 
     def finishing(finish: Callable[..., Any]) -> Callable[..., Any]:
         def finished(work: TrackedWork, *args: Any) -> Any:
@@ -228,11 +230,26 @@ def _noting(step: Step) -> Iterator[None]:
     replaced: dict[str, Any] = {name: finishing(finish) for name, finish in finishes.items()}
     replaced |= {"is_completed": completed, "get_future": future}
     with ExitStack() as stack:
-        stack.enter_context(patch.multiple(TracedGroup, collective=start, _message=send))
+        calls: dict[str, Any] = {"collective": start, "_message": send, "recv_anysource": receive}
+        stack.enter_context(patch.multiple(TracedGroup, **calls))
         stack.enter_context(patch.multiple(TrackedWork, **replaced))
         collect = partial(WaitedFuture.of_all, torch._C._collect_all)
         stack.enter_context(patch.object(torch._C, "_collect_all", collect))
         yield
+
+
+def _held_back(received: Any, sent: Any) -> tuple[dict[int, Tensor], Callable[[], bool]]:
+    """Return other tensors to receive into, by the ids of the real ones, and what delivers them."""
+    before = [(tensor, tensor.detach().clone()) for tensor in _tensors([received, sent])]
+    hidden = {id(tensor): tensor.detach().clone() for tensor in _tensors(received)}
+
+    def deliver() -> bool:
+        is_untouched = all(_same(tensor.detach(), old) for tensor, old in before)
+        for tensor in _tensors(received):
+            tensor.data.copy_(hidden[id(tensor)])
+        return is_untouched
+
+    return hidden, deliver
 
 
 def _tensors(thing: Any) -> Iterator[Tensor]:
