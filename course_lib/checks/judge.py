@@ -23,6 +23,7 @@ from course_lib.checks.on_ranks import OF_DTYPES, TWO_DTYPES, OnRanks, Run, Trou
 from course_lib.checks.properties import (
     CALLERS,
     DIGITS,
+    DTYPE,
     EVERY_HANDLE,
     EVERY_RANK,
     NAN,
@@ -36,6 +37,7 @@ MOST_SHOWN = 12  # of a list
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 LOOKS = {"hang": EVERY_RANK, "mismatch": SAME_CALLS, CHANGED: CALLERS, UNWAITED: EVERY_HANDLE}
 SAYS = (  # whatever the exercise is: what the words of a difference or an error tell
+    ("^need dtype", DTYPE),
     (OF_DTYPES, TWO_DTYPES),
     ("right but for the last digits", DIGITS),
     (r"need [^;]*\b(inf|nan)\b[^;]*; got (?!.*\b(inf|nan)\b)", NAN),
