@@ -19,11 +19,10 @@ from torch import Tensor
 
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
 from course_lib.checks.expect import difference
-from course_lib.checks.on_ranks import OF_DTYPES, TWO_DTYPES, OnRanks, Run, Trouble, told
+from course_lib.checks.on_ranks import DTYPE, OF_DTYPES, TWO_DTYPES, OnRanks, Run, Trouble, told
 from course_lib.checks.properties import (
     CALLERS,
     DIGITS,
-    DTYPE,
     EVERY_HANDLE,
     EVERY_RANK,
     NAN,

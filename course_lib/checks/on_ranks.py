@@ -26,6 +26,7 @@ TWO_DTYPES = Cause(
     "Two dtypes meet in one call: keep that of what you were given, and make buffers with "
     "empty_like or new_empty."
 )
+DTYPE = Cause("Keep the dtype of what you were given: make buffers with empty_like or new_empty.")
 OF_DTYPES = "dtype|TensorOptions|output type"  # what PyTorch and gloo say of two dtypes
 IN_STEP = "in the watched step: "  # begins the note of an error
 WORLDS = (3, 2, 4, 1)  # three ranks first: on two, wrong answers look alike

@@ -30,7 +30,6 @@ NOT_WAITED = Cause(
 )
 AT_ONCE = Cause("No overlap: start it with async_op=True, and wait only when you need the numbers.")
 DIGITS = Cause("Something on the way had another dtype: keep that of what you were given.")
-DTYPE = Cause("Keep the dtype of what you were given: make buffers with empty_like or new_empty.")
 NAN = Cause("inf and nan have to show: they tell that a step went wrong. Change nothing else.")
 EVERY_RANK = Cause(
     "Every rank has to make every call, whatever its number and its numbers are: the others wait "

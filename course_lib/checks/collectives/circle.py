@@ -28,7 +28,8 @@ from course_lib.checks.collectives.parts import (
 )
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.properties import CALLERS, DTYPE
+from course_lib.checks.on_ranks import DTYPE
+from course_lib.checks.properties import CALLERS
 
 OWN = Cause("That is your own tensor: return what you received.")
 FROM_RIGHT = Cause("That is the right neighbor's: receive from rank - 1.")

@@ -27,7 +27,8 @@ from course_lib.checks.collectives.parts import (
 )
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.properties import CALLERS, DTYPE
+from course_lib.checks.on_ranks import DTYPE
+from course_lib.checks.properties import CALLERS
 
 OFF_BY_ONE = Cause("A shard is in the wrong place: is an index off by one?")
 TOO_EARLY = Cause(

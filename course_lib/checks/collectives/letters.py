@@ -24,7 +24,8 @@ from course_lib.checks.collectives.parts import (
 )
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.properties import CALLERS, DTYPE
+from course_lib.checks.on_ranks import DTYPE
+from course_lib.checks.properties import CALLERS
 
 FILE_IT = Cause("Rank s gets your shard s, and what comes from rank s belongs to place s.")
 OWN_LOST = Cause("Your shard for yourself is missing: copy it to its place.")
