@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib.checks.exercise import Cause
-from course_lib.checks.expectations import Demand, OnlyKinds
-from course_lib.checks.on_ranks import At
+from course_lib.checks.properties import REDUCES, TRAINS, Property
+from course_lib.checks.watch import Step
 
 FINE = 1 + 2**-30  # what float32 loses
-
-OTHER_CALL = Cause("Use the call that the text names, and no other one.")
+BUDGET = "budget"  # a facet: what goes beyond it
 
 
 class Everything(nn.Module):
@@ -70,31 +68,26 @@ def pattern(index: int, tensor: Tensor) -> Tensor:
     return ((index + 1 + places / 8) * FINE).where(tensor.isfinite(), tensor)
 
 
-def around(module: nn.Module) -> dict[str, Any]:
-    """Return what is around the numbers of a module, as plain data."""
+def grads_of(module: nn.Module) -> dict[str, Any]:
+    """Return the gradient of each parameter, by name; None where there is none."""
+    return {name: param.grad for name, param in module.named_parameters()}
+
+
+def beyond(step: Step, kind: str, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return what a step's calls take beyond a budget: one call of a kind for each of these sizes.
+
+    Fewer and smaller calls are within it.
+    """
+    posts = [call.work.post for call in step.calls.values()]
+    too_many, more_bytes = len(posts) - len(sizes), sum(x.num_bytes for x in posts) - sum(sizes)
     return {
-        "train or eval mode": [part.training for part in module.modules()],
-        "requires_grad": [param.requires_grad for param in module.parameters()],
-        "the global random state": torch.get_rng_state().tolist(),
-        "autograd, on or off": torch.is_grad_enabled(),
+        "other calls": [post.kind for post in posts if post.kind != kind],
+        "calls too many": max(0, too_many),
+        "bytes too many": max(0, more_bytes),
     }
 
 
-def budget(kind: str, sizes: Sequence[int], cause: Cause) -> tuple[OnlyKinds, Demand]:
-    """Demand calls of one kind: at most one for each of these sizes in bytes, and no byte more."""
-    return (
-        OnlyKinds((kind,), OTHER_CALL),
-        Demand(
-            lambda at: len(_sizes(at)) <= len(sizes) and sum(_sizes(at)) <= sum(sizes),
-            lambda at: f"{_in_calls(_sizes(at))}; the budget is {_in_calls(sizes)}",
-            cause,
-        ),
-    )
-
-
-def _sizes(at: At) -> list[int]:
-    return [call.num_bytes for call in at.seen.calls]
-
-
-def _in_calls(sizes: Sequence[int]) -> str:
-    return f"{sum(sizes)} bytes in {len(sizes)} call{'s' if len(sizes) > 1 else ''}"
+def properties(*names: str) -> list[Property]:
+    """Return the mistakes of these names that any answer with gradients or all-reduces can make."""
+    known = {one.name: one for one in (*TRAINS, *REDUCES)}
+    return [known[name] for name in names]
