@@ -189,9 +189,9 @@ class Shallow:
 
 WRONG = [
     ("ranks-1", a_float, "got 0.0. An int is needed"),
-    ("ranks-2", reduce_after_each_turn, "speaks before it can know"),
-    ("ranks-2", one_barrier_more_if_alone, "on 1 rank, a rank makes 2 calls; 1 is enough"),
-    ("ranks-3", reduce_and_broadcast, "makes 2 calls, reduce of 12 bytes and broadcast"),
+    ("ranks-2", reduce_after_each_turn, "when it speaks, it knows of the end of"),
+    ("ranks-2", one_barrier_more_if_alone, "rank 0 of 1, the first call: calls too many"),
+    ("ranks-3", reduce_and_broadcast, "budget: calls too many: need 0; got 1"),
     ("ranks-4", raises_another_error, "raised TypeError"),
     ("ranks-5", logs_nothing, "got None. all_reduce and reduce return nothing"),
     ("memory-4", the_whole_paper, "mlp: need"),

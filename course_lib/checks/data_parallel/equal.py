@@ -21,6 +21,7 @@ from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
 from course_lib.checks.properties import CALLERS, DIGITS
 from course_lib.checks.watch import ALWAYS, UNWAITED, Watch
+from course_lib.ranks import record
 
 LABELS = "the first module", "a second module"
 STATE, GRADIENTS, BACKWARD = "state", "gradients", "the next backward"
@@ -91,7 +92,7 @@ def _observe(rank: int, answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
             param.grad = torch.ones_like(param) if param.requires_grad else None
         before, sizes = _named(module), [tensor.nbytes for tensor in state_of(module).values()]
         memory = {name: tensor.data_ptr() for name, tensor in before.items()}
-        with watch.step(label, module=module) as step:
+        with record() as log, watch.step(label, module=module) as step:
             answer(module)
         after = _named(module)
         kept = [name for name in before if after.get(name) is before[name]]
@@ -99,7 +100,7 @@ def _observe(rank: int, answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
             **{STATE: state_of(module), GRADIENTS: grads_of(module)},
             **{OBJECTS: [name for name in before if name not in kept]},
             **{MEMORY: [name for name in kept if before[name].data_ptr() != memory[name]]},
-            **{BUDGET: beyond(step, "broadcast", sizes), BACKWARD: _backward(rank, answer)},
+            **{BUDGET: beyond(log.events, "broadcast", sizes), BACKWARD: _backward(rank, answer)},
         )
     return watch.seen
 

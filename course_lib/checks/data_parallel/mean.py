@@ -24,6 +24,7 @@ from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
 from course_lib.checks.properties import EVERY_RANK, KEEPS_DTYPE
 from course_lib.checks.watch import ALWAYS, CHANGED, UNWAITED, Watch
+from course_lib.ranks import record
 
 GRADIENTS, VIEWS = "gradients", "keeps more memory than its own"
 
@@ -68,12 +69,12 @@ def _observe(rank: int, answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
             if param.requires_grad and not name.startswith("unused"):
                 param.grad = torch.empty_like(param).copy_(pattern(index, param) * scale)
         sizes = [param.nbytes for param in module.parameters() if param.grad is not None]
-        with watch.step(f"step {number + 1}", module=module) as step:
+        with record() as log, watch.step(f"step {number + 1}", module=module) as step:
             answer(module)
         torch.set_grad_enabled(True)
         grads = {name: grad for name, grad in grads_of(module).items() if grad is not None}
         step.show(
-            **{GRADIENTS: grads_of(module), BUDGET: beyond(step, "all_reduce", sizes)},
+            **{GRADIENTS: grads_of(module), BUDGET: beyond(log.events, "all_reduce", sizes)},
             **{VIEWS: [n for n, x in grads.items() if x.untyped_storage().nbytes() > x.nbytes]},
         )
     return watch.seen

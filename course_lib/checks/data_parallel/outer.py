@@ -18,6 +18,7 @@ from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
 from course_lib.checks.properties import CALLERS, DIGITS, EVERY_RANK
 from course_lib.checks.watch import ALWAYS, CHANGED, UNWAITED, Watch
+from course_lib.ranks import record
 
 NAMES = ["the vector", "the transposed matrix", "the single number"]
 ROUNDS = (
@@ -134,7 +135,7 @@ def _round(
         gradients.append([None if start.grad is None else start.grad.clone() for start in starts])
 
     hook = outer.register_step_pre_hook(note)
-    with watch.step(label, starts=starts, params=params) as step:
+    with record() as log, watch.step(label, starts=starts, params=params) as step:
         answer(*given, outer)
     hook.remove()
     torch.set_grad_enabled(True)
@@ -148,7 +149,7 @@ def _round(
         **{GRADIENT: _named(gradients[-1]) if gradients else None, STEPS: len(gradients)},
         **{OBJECTS: [name for name, is_there, _ in kept if not is_there]},
         **{MEMORY: [name for name, _, is_there in kept if not is_there]},
-        **{BUDGET: beyond(step, "all_reduce", [tensor.nbytes for tensor in starts])},
+        **{BUDGET: beyond(log.events, "all_reduce", [tensor.nbytes for tensor in starts])},
     )
 
 

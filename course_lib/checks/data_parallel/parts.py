@@ -4,15 +4,16 @@ Tensor i of its state holds i + 1 and a little more at each place, times 10**r o
 number tells which rank and which tensor it comes from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from course_lib.checks.on_ranks import calls_of
 from course_lib.checks.properties import REDUCES, TRAINS, Property
-from course_lib.checks.watch import Step
+from course_lib.core import Event
 
 FINE = 1 + 2**-30  # what float32 loses
 BUDGET = "budget"  # a facet: what goes beyond it
@@ -73,16 +74,16 @@ def grads_of(module: nn.Module) -> dict[str, Any]:
     return {name: param.grad for name, param in module.named_parameters()}
 
 
-def beyond(step: Step, kind: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return what a step's calls take beyond a budget: one call of a kind for each of these sizes.
+def beyond(events: Iterable[Event], kind: str, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return what calls take beyond a budget: one call of a kind for each of these sizes.
 
     Fewer and smaller calls are within it.
     """
-    posts = [call.work.post for call in step.calls.values()]
-    too_many, more_bytes = len(posts) - len(sizes), sum(x.num_bytes for x in posts) - sum(sizes)
+    calls = calls_of(events)
+    more_bytes = sum(call.num_bytes for call in calls) - sum(sizes)
     return {
-        "other calls": [post.kind for post in posts if post.kind != kind],
-        "calls too many": max(0, too_many),
+        "other calls": [call.kind for call in calls if call.kind != kind],
+        "calls too many": max(0, len(calls) - len(sizes)),
         "bytes too many": max(0, more_bytes),
     }
 

@@ -19,6 +19,7 @@ from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
 from course_lib.checks.properties import NAN
 from course_lib.checks.watch import ALWAYS, CHANGED, UNWAITED, Watch
+from course_lib.ranks import record
 
 PLAIN, ZERO_LOSS, DIVERGED, HALF = "losses", "zero losses", "diverged losses", "float16 losses"
 LOSSES = {
@@ -88,10 +89,10 @@ def _observe(rank: int, answer: Callable[..., Any]) -> dict[str, Any]:
         leaf = torch.tensor(losses[rank], dtype=dtype, requires_grad=True)
         loss = (leaf * torch.ones(min(sizes[rank], 8), dtype=dtype)).mean()
         label = f"{name} {', '.join(words)} of {', '.join(map(str, sizes))} items"
-        with watch.step(label, loss=loss) as step:
+        with record() as log, watch.step(label, loss=loss) as step:
             scaled = answer(loss, sizes[rank])
         step.show(**{SCALED: scaled, LOSS_GRAD: leaf.grad, SLOPE: _slope(scaled, leaf)})
-        step.show(**{BUDGET: beyond(step, "all_reduce", [8])})
+        step.show(**{BUDGET: beyond(log.events, "all_reduce", [8])})
     return watch.seen
 
 
