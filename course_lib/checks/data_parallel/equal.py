@@ -19,7 +19,7 @@ from course_lib.checks.data_parallel.parts import (
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
-from course_lib.checks.properties import CALLERS, DIGITS
+from course_lib.checks.properties import CALLERS
 from course_lib.checks.watch import ALWAYS, UNWAITED, Watch
 from course_lib.ranks import record
 
@@ -29,7 +29,6 @@ OBJECTS, MEMORY = "another object than before", "in other memory than before"
 
 NOTHING_CAME = Cause("Nothing was received: every rank starts from weights of its own.")
 NO_BUFFERS = Cause("The buffers are forgotten: batch norm's statistics are state.")
-NO_PARAMS = Cause("Only the buffers were sent: the parameters are forgotten.")
 NO_FROZEN = Cause(
     "Frozen parameters differ too, and no gradient ever mends them: send them like the others."
 )
@@ -48,8 +47,7 @@ COPY_SENT = Cause(
     "contiguous(), flatten() and reshape() copy a transposed tensor, and the copy was sent: write "
     "what came back into the tensor, or send tensor.data itself."
 )
-MEAN = Cause("That is a mean over the ranks: take rank 0's numbers.")
-SUM = Cause("That is a sum over the ranks: take rank 0's numbers.")
+OVER_RANKS = Cause("That is a sum or a mean over the ranks: take rank 0's numbers.")
 FROM_LAST = Cause("Let rank 0 send, not another one: src=0 on every rank.")
 LOOK = Cause(
     "Print the names of what you send: module.parameters() and module.buffers() go into every "
@@ -134,7 +132,6 @@ def _new_parameters(module: nn.Module) -> None:
 TENSORS = "[*module.parameters(), *module.buffers()]"
 SENDS = "dist.broadcast(tensor.data, src=0)"
 MEANS = "dist.all_reduce(tensor.data)\ntensor.data.copy_(tensor.data / dist.get_world_size())"
-IN_FLOAT32 = "small = tensor.data.float()\ndist.broadcast(small, 0)\ntensor.data.copy_(small)"
 
 EQUAL = Exercise(
     key="data_parallel-1",
@@ -152,7 +149,6 @@ EQUAL = Exercise(
     wrong=(
         Edit(SENDS, "pass", NOTHING_CAME),
         Edit(TENSORS, "module.parameters()", NO_BUFFERS),
-        Edit(TENSORS, "module.buffers()", NO_PARAMS),
         Edit(
             TENSORS,
             f"[t for t in {TENSORS} if t.requires_grad or not isinstance(t, nn.Parameter)]",
@@ -160,8 +156,8 @@ EQUAL = Exercise(
         ),
         Edit(TENSORS, "module.state_dict().values()", STATE_DICT),
         Edit("tensor.data, ", "tensor.data.contiguous(), ", COPY_SENT),
-        Edit(SENDS, "dist.all_reduce(tensor.data)", SUM),
-        Edit(SENDS, MEANS, MEAN),
+        Edit(SENDS, "dist.all_reduce(tensor.data)", OVER_RANKS),
+        Edit(SENDS, MEANS, OVER_RANKS),
         Edit("src=0", "src=dist.get_world_size() - 1", FROM_LAST),
         Edit("src=0", "src=dist.get_rank()", ONE_SOURCE),
         Edit(SENDS, f"if dist.get_rank() == 0:\n    {SENDS}", EVERY_RANK),
@@ -188,7 +184,6 @@ EQUAL = Exercise(
             also=((SENDS, f"if len(done) < 15:\n    {SENDS}\n    done.append(1)"),),
         ),
         Edit(SENDS, f"{SENDS}\nmodule.zero_grad()", CALLERS),
-        Edit(SENDS, IN_FLOAT32, DIGITS),
         *properties("eval mode", "train mode", "unfreezes", "leaves a hook", "seeds"),
     ),
 )

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import index
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from course_lib.checks.cases import NO_RESULT, Raised
 from course_lib.checks.edits import Edit
-from course_lib.checks.exercise import Cause, Exercise, NotDone, failed, own_line
+from course_lib.checks.exercise import Cause, Exercise, NotDone, failed
 from course_lib.checks.limits import little_memory
 from course_lib.ranks import Ranks
 
@@ -31,33 +30,28 @@ MANY = 100  # so many items are never in the order of the data by chance
 MANY_EPOCHS = (*range(130), 1000)
 LARGE, START = 70_000, 100  # more items than 16 bits can number; the first ones that a rank reads
 
-NO_LIST = Cause("Return a list of whole numbers: list(...), or .tolist() of a tensor.")
-OF_TENSORS = Cause("list(tensor) holds tensors, and numbers are needed: tensor.tolist().")
+NUMBERS = Cause("Return a list of whole numbers: list(...), or .tolist() of a tensor.")
 NO_ITEM = Cause("Items are numbered from 0 to n - 1.")
 SAME_ITEMS = Cause("p ranks then do the work of one: give each its own part.")
 WAITS = Cause(
     "Ranks with more steps than others hang in their last all-reduce: fill up with items from the "
     "start of the order, again and again if they are few."
 )
-DROPPED = Cause("The tail is dropped: fill up. And share the items among p ranks, whatever p is.")
-TOO_MANY = Cause(
-    "Only your own part: n / p items, rounded up. (n // p + 1 is one too many where p divides n.)"
+AS_MANY = Cause(
+    "Each rank reads n / p items, rounded up, whatever p is: fill up, where p does not divide n, "
+    "instead of dropping the tail. (n // p + 1 is one too many where p divides n.)"
 )
 OTHER_ORDERS = Cause(
     "Either the ranks do not share one order (no seed of a rank's own, as torch.initial_seed()), "
     "or the parts that you cut from it overlap."
 )
-BY_LUCK = Cause(
-    "Draw from a generator that is seeded by the epoch, and not from what an earlier call has "
-    "left: a run that resumes from a checkpoint has made no earlier calls."
+ANEW = Cause(
+    "Make a new list in every call, from its arguments alone, with a generator seeded by the "
+    "epoch: whoever got a list may empty it, and a run that resumes has made no earlier calls."
 )
 OTHER_PROCESS = Cause(
     "Seed from the epoch alone: os.getpid(), time.time() and hash() of a text differ from process "
     "to process, and every rank is one."
-)
-CACHED = Cause(
-    "A cache hands out the same list again, and whoever got it first has emptied it: return a new "
-    "list in every call."
 )
 NARROW = Cause(
     "Right for few items only: the numbers of the items need more digits than their dtype has "
@@ -82,7 +76,6 @@ OWN_PART = Cause(
     "share them among the ranks."
 )
 
-TENSORS = "a list of tensors"
 Fault = tuple[str, Cause | None]
 
 
@@ -90,9 +83,8 @@ Fault = tuple[str, Cause | None]
 class Deal:
     """The items of each rank, those of a second call, and whether the global state was left alone.
 
-    If `of_processes`, `by_rank` is what a process for each rank returned, and `again` is from here.
-
-    Items are a list of numbers; else `Raised`, or the name of what the answer returned.
+    Items are a list of numbers; else `Raised`, or the name of what the answer returned. If
+    `of_processes`, `by_rank` is what a process for each rank returned, and `again` is from here.
     """
 
     n: int
@@ -102,12 +94,6 @@ class Deal:
     again: Sequence[Any]
     left_alone: bool
     of_processes: bool = False
-
-    def seen(self, what: str) -> str:
-        """Format where something was seen: `10 items on 4 ranks, epoch 0: ...`."""
-        words = ((self.n, "item"), (self.p, "rank"))
-        items, ranks = (f"{count} {word}{'s' if count > 1 else ''}" for count, word in words)
-        return f"{items} on {ranks}, epoch {self.epoch}: {what}"
 
 
 class Dealing:
@@ -127,16 +113,7 @@ class Dealing:
     def judge(self, observed: Iterable[Deal], exercise: Exercise) -> str:
         """Raise CheckFailed at the first rule that is broken."""
         del exercise  # there are many right orders
-        deals = list(observed)
-        many = [deal for deal in deals if deal.n == MANY and not deal.of_processes]
-        large, others = [x for x in deals if x.n == LARGE], [x for x in deals if x.n != LARGE]
-        faults = chain(
-            map(_in_deal, deals),
-            map(_in_epochs, [many]),
-            map(_in_halves, large),
-            map(_in_fill, others),
-        )
-        if fault := next(filter(None, faults), None):
+        for fault in _faults(list(observed)):
             raise failed(*fault)
         return "Each item read, as many on every rank, another order every epoch."
 
@@ -172,7 +149,7 @@ def _call(answer: Callable[..., Any], seed: int, *arguments: int) -> tuple[Any, 
     except (NotImplementedError, NotDone, MemoryError):
         raise
     except Exception as error:
-        return Raised(type(error).__name__, str(error), own_line(error.__traceback__)), True
+        return Raised.of(error), True
     finally:
         torch.set_rng_state(saved[0])
         random.setstate(saved[1])
@@ -186,103 +163,102 @@ def _random_bytes() -> bytes:
 def _plain(got: Any) -> Any:
     """Return a list of whole numbers, or the name of what it is instead."""
     got = got.tolist() if isinstance(got, torch.Tensor | np.ndarray) else got
-    if isinstance(got, Sequence) and any(isinstance(item, torch.Tensor) for item in got):
-        return TENSORS
+    if not isinstance(got, Sequence):
+        return type(got).__name__
     try:
-        return [index(item) for item in got] if isinstance(got, Sequence) else type(got).__name__
+        is_tensor = any(isinstance(item, torch.Tensor) for item in got)
+        return "a list of tensors" if is_tensor else [index(item) for item in got]
     except TypeError:
         return "a list of something else"
 
 
-def _in_deal(deal: Deal) -> Fault | None:
-    """Return the first rule that one deal breaks."""
-    n, p, dealt = deal.n, deal.p, deal.by_rank
-    for items in dealt:
+# --- the rules
+
+
+def _faults(deals: Sequence[Deal]) -> Iterator[Fault]:
+    """Yield what is wrong with the deals: in each of them, then in several together."""
+    for deal in deals:
+        for what, cause in _in_form(deal) or _in_deal(deal):
+            yield _seen(deal, what), cause
+    yield from _in_epochs([deal for deal in deals if deal.n == MANY and not deal.of_processes])
+    for deal in deals:
+        if deal.n == LARGE and not _mixes_halves(deal):
+            what = f"the first {START} items that a rank reads are all from one half of the data"
+            yield _seen(deal, what), IN_WINDOWS
+        if deal.n != LARGE and not _fills_up(deal):
+            yield _seen(deal, f"ranks read {list(deal.by_rank)}"), OTHER_FILL
+
+
+def _seen(deal: Deal, what: str) -> str:
+    """Format where something was seen: `10 items on 4 ranks, epoch 0: ...`."""
+    words = ((deal.n, "item"), (deal.p, "rank"))
+    items, ranks = (f"{count} {word}{'s' if count > 1 else ''}" for count, word in words)
+    return f"{items} on {ranks}, epoch {deal.epoch}: {what}"
+
+
+def _in_form(deal: Deal) -> list[Fault]:
+    for items in deal.by_rank:
         if isinstance(items, Raised):
             where = f" ({items.line})" if items.line else ""
-            return deal.seen(f"your code raised {items.name}: {items.text}{where}"), None
+            return [(f"your code raised {items.name}: {items.text}{where}", None)]
         if isinstance(items, str):
-            cause = {"NoneType": NO_RESULT, TENSORS: OF_TENSORS}.get(items, NO_LIST)
-            return deal.seen(f"need a list of items; got {items}"), cause
+            cause = NO_RESULT if items == "NoneType" else NUMBERS
+            return [(f"need a list of items; got {items}", cause)]
+    return []
+
+
+def _in_deal(deal: Deal) -> list[Fault]:
+    n, p, dealt = deal.n, deal.p, deal.by_rank
     times, each = Counter(item for items in dealt for item in items), -(-n // p)
     missing, lengths = [item for item in range(n) if item not in times], [*map(len, dealt)]
     strange = sorted(item for item in times if not 0 <= item < n)
-    twice = times.total() - len(times)
+    is_same = min(n, p) > 1 and any(dealt[0]) and len({(*sorted(x),) for x in dealt}) == 1
+    need, never = f"need {each} items on each rank; got {lengths[0]}", "items are never read"
+    other, again = deal.again != dealt, "a second call gives"
     rules: list[tuple[bool, str, Cause]] = [
-        (
-            deal.of_processes and deal.again != dealt,
-            "a process of its own for each rank gives other items",
-            OTHER_PROCESS,
-        ),
-        (
-            n == LARGE and bool(missing or strange),
-            f"{len(missing)} items are never read",
-            NARROW,
-        ),
+        (deal.of_processes and other, "a process for each rank gives other items", OTHER_PROCESS),
+        (n == LARGE and bool(missing or strange), f"{len(missing)} {never}", NARROW),
         (bool(strange), f"ranks read {strange[:9]}, which are not there", NO_ITEM),
-        (
-            min(n, p) > 1 and any(dealt[0]) and len({(*sorted(items),) for items in dealt}) == 1,
-            "every rank reads the same items",
-            SAME_ITEMS,
-        ),
+        (is_same, "every rank reads the same items", SAME_ITEMS),
         (min(lengths) != max(lengths), f"ranks read {lengths} items", WAITS),
-        (lengths[0] < each, f"need {each} items on each rank; got {lengths[0]}", DROPPED),
-        (lengths[0] > each, f"need {each} items on each rank; got {lengths[0]}", TOO_MANY),
-        (
-            bool(missing) or twice > each * p - n,
-            f"{len(missing)} items are never read, and others more than once",
-            OTHER_ORDERS,
-        ),
-        (
-            not any(deal.again) and any(dealt),
-            "a second call gives an empty list",
-            CACHED,
-        ),
-        (deal.again != dealt, "a second call gives other items", BY_LUCK),
+        (lengths[0] != each, need, AS_MANY),
+        (bool(missing), f"{len(missing)} {never}, and others more than once", OTHER_ORDERS),
+        (other, f"{again} {'other items' if any(deal.again) else 'an empty list'}", ANEW),
         (not deal.left_alone, "the global random state changes", GLOBAL_STATE),
     ]
-    return next(((deal.seen(what), cause) for broken, what, cause in rules if broken), None)
+    return [(what, cause) for broken, what, cause in rules if broken]
 
 
-def _in_epochs(deals: Sequence[Deal]) -> Fault | None:
-    """Return the first rule that the epochs of many items break together."""
+def _in_epochs(deals: Sequence[Deal]) -> Iterator[Fault]:
+    """Yield the rules that the epochs of many items break together."""
     for deal in deals:
         if any(items == sorted(items) for items in deal.by_rank):
-            return deal.seen("a rank reads its items in the order of the data"), NOT_SHUFFLED
+            yield _seen(deal, "a rank reads its items in the order of the data"), NOT_SHUFFLED
     epoch_of: dict[Any, int] = {}
     for deal in deals:
         order, parts = tuple(map(tuple, deal.by_rank)), frozenset(map(frozenset, deal.by_rank))
         for key, same, cause in ((order, "", SAME_EPOCH), (parts, " parts", OWN_PART)):
             if (earlier := epoch_of.setdefault(key, deal.epoch)) != deal.epoch:
-                return deal.seen(f"the same{same} as in epoch {earlier}"), cause
-    return None
+                yield _seen(deal, f"the same{same} as in epoch {earlier}"), cause
 
 
-def _in_halves(deal: Deal) -> Fault | None:
-    """Demand that the first items of each rank come from both halves of the data."""
+def _mixes_halves(deal: Deal) -> bool:
+    """Return whether the first items of each rank come from both halves of the data."""
     halves = [{item < deal.n // 2 for item in items[:START]} for items in deal.by_rank]
-    if all(len(half) == 2 for half in halves):
-        return None
-    what = f"the first {START} items that a rank reads are all from one half of the data"
-    return deal.seen(what), IN_WINDOWS
+    return all(len(half) == 2 for half in halves)
 
 
-def _in_fill(deal: Deal) -> Fault | None:
-    """Demand that the first items of the order are repeated, dealt out in turn or in blocks."""
+def _fills_up(deal: Deal) -> bool:
+    """Return whether the first items of the order are repeated, dealt out in turn or in blocks."""
     rounds = [item for turn in zip(*deal.by_rank, strict=True) for item in turn]
-    blocks = [item for items in deal.by_rank for item in items]
-    n = deal.n
-    if any(len({*x[:n]}) == n and x[n:] == x[: len(x) - n] for x in (rounds, blocks)):
-        return None
-    item, times = Counter(blocks).most_common(1)[0]
-    most = -(-len(blocks) // n)
-    much = f"; item {item} is read {times} times, need at most {most}" if times > most else ""
-    return deal.seen(f"ranks read {list(deal.by_rank)}{much}"), OTHER_FILL
+    blocks, n = [item for items in deal.by_rank for item in items], deal.n
+    return any(len({*x[:n]}) == n and x[n:] == x[: len(x) - n] for x in (rounds, blocks))
 
 
 SEED = "manual_seed(epoch)"
 ORDER = f"torch.randperm(n, generator=random.{SEED}).tolist()"
 MINE = "[order[i % n] for i in range(rank, each * p, p)]"
+NEAR = ORDER.replace("(n,", "(min(32, n - at),")
 
 SAMPLER = Exercise(
     key="data_parallel-3",
@@ -290,67 +266,26 @@ SAMPLER = Exercise(
     check=Dealing(),
     wrong=(
         Edit(MINE, "[order[i % n] for i in range(each)]", SAME_ITEMS),
-        Edit(MINE, "order[rank:] + order[:rank]", SAME_ITEMS),
         Edit(SEED, "manual_seed(100 * rank + epoch)", OTHER_ORDERS),
-        Edit(SEED, "manual_seed(torch.initial_seed() + epoch)", OTHER_ORDERS),
-        Edit(f", generator=random.{SEED}", "", OTHER_ORDERS),
-        Edit(MINE, "order[rank : rank + each]", OTHER_ORDERS),
         Edit(SEED, "manual_seed(0)", SAME_EPOCH),
-        Edit(SEED, "manual_seed(epoch % 10)", SAME_EPOCH),
         Edit(MINE, "order[rank::p]", WAITS),
-        Edit(MINE, "(order + order[: -n % p])[rank::p]", WAITS),
-        Edit(MINE, "order[rank : n // p * p : p]", DROPPED),
-        Edit("each * p, p", "each * 4, 4", DROPPED, also=(("n // p", "n // 4"),)),
-        Edit("-(-n // p)", "n // p + 1", TOO_MANY),
+        Edit(MINE, "order[rank : n // p * p : p]", AS_MANY),
+        Edit("-(-n // p)", "n // p + 1", AS_MANY),
         Edit(ORDER, "list(range(n))", NOT_SHUFFLED),
-        Edit(ORDER, f"{ORDER} if epoch else list(range(n))", NOT_SHUFFLED),
-        Edit(
-            f"return {MINE}",
-            f"mine = {MINE}\nreturn [mine[i] for i in {ORDER.replace('(n,', '(each,')}]",
-            OWN_PART,
-            also=((f"order = {ORDER}", "order = list(range(n))"),),
-        ),
         Edit(SEED, "manual_seed(0)", OWN_PART, also=(("[i % n]", "[(i + epoch) % n]"),)),
-        Edit(MINE, "(order[rank::p] * 2 or order[:1])[:each]", OTHER_FILL),
         Edit(MINE, "(order + order[-1:] * (-n % p))[rank::p]", OTHER_FILL),
-        Edit(MINE, f"iter({MINE})", NO_LIST),
+        Edit(MINE, f"iter({MINE})", NUMBERS),
+        Edit(".tolist()", "", NUMBERS),
         Edit("[i % n]", "[i % n] + 1", NO_ITEM),
         Edit("random.manual_seed", "torch.manual_seed", GLOBAL_STATE),
-        Edit(SEED, "manual_seed(epoch % 13)", SAME_EPOCH),
-        Edit(SEED, "manual_seed(epoch % 64)", SAME_EPOCH),
-        Edit(MINE, "(order + order[:1] * (-n % p))[rank::p]", OTHER_FILL),
-        Edit(".tolist()", "", OF_TENSORS),
-        *(
-            Edit(".tolist()", f".to(torch.{dtype}).long().tolist()", NARROW)
-            for dtype in ("uint8", "int16", "float16")
-        ),
-        Edit(
-            ORDER,
-            "[\n"
-            "    at + i for at in range(0, n, 32) for i in\n"
-            f"    {ORDER.replace('(n,', '(min(32, n - at),')}\n"
-            "]",
-            IN_WINDOWS,
-        ),
+        Edit(".tolist()", ".to(torch.int16).long().tolist()", NARROW),
+        Edit(ORDER, f"[at + i for at in range(0, n, 32) for i in {NEAR}]", IN_WINDOWS),
         Edit(SEED, 'manual_seed(hash(f"epoch {epoch}") % 2**32)', OTHER_PROCESS),
-        Edit(SEED, "manual_seed(__import__('os').getpid() + epoch)", OTHER_PROCESS),
-        Edit(SEED, "manual_seed(int(__import__('time').time() // 600) + epoch)", OTHER_PROCESS),
         Edit(
             f"return {MINE}",
-            f"if (n, rank, p, epoch) not in cache:\n"
-            f"    cache[n, rank, p, epoch] = {MINE}\n"
-            f"return cache[n, rank, p, epoch]",
-            CACHED,
+            f"return cache.setdefault((n, rank, p, epoch), {MINE})",
+            ANEW,
             also=(("epoch):", "epoch, cache={}):"),),
-        ),
-        Edit(
-            "epoch):",
-            "epoch, calls=[]):",
-            BY_LUCK,
-            also=(
-                ("order =", "calls.append((n, rank, p))\norder ="),
-                ("seed(epoch)", "seed(calls.count((n, rank, p)))"),
-            ),
         ),
     ),
 )

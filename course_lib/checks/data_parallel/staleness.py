@@ -1,6 +1,6 @@
 """Exercise 5 of 05_data_parallel: the staleness of each update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,20 +41,12 @@ def _numbers(found: Any, _order: list[int]) -> list[int]:
     return list(found)
 
 
-def _each(missed: Callable[[int, list[int]], int]) -> Callable[[Sequence[int]], list[int]]:
-    """Return the answer that says `missed(number, order)` of each update."""
-    return lambda order: [missed(number, list(order)) for number in range(len(order))]
-
-
-def _workers_between(number: int, order: list[int]) -> int:
-    before = order[:number][::-1]
-    since = before.index(order[number]) if order[number] in before else number
-    return len({*before[:since]})
-
-
-def _until_the_next(number: int, order: list[int]) -> int:
-    later = order[number + 1 :]
-    return later.index(order[number]) if order[number] in later else len(later)
+def _workers_between(order: Sequence[int]) -> list[int]:
+    found = []
+    for number, worker in enumerate(order):
+        before = [*order[:number]][::-1]
+        found.append(len({*before[: before.index(worker) if worker in before else number]}))
+    return found
 
 
 AGE, PULLS = "number - pulled_at.get(worker, 0)", "pulled_at[worker] = number + 1"
@@ -95,7 +87,7 @@ STALENESS = Exercise(
             Cause("w - 1 is the mean. Count how many updates really came in between."),
         ),
         Own(
-            _each(_workers_between),
+            _workers_between,
             Cause("Count updates, not workers: a fast one makes several in between."),
         ),
         Edit(
@@ -109,39 +101,15 @@ STALENESS = Exercise(
             Cause("That counts a worker's own steps: count the others'."),
         ),
         Edit(
-            AGE,
-            "number - list(order[:number]).count(worker)",
-            Cause("All updates of the others so far: count those since this worker's last pull."),
-        ),
-        Own(
-            _each(_until_the_next),
-            Cause("That looks ahead: what counts came before the update, since its worker's pull."),
-        ),
-        Edit(
-            AGE,
-            "max(0, number - pulled_at.get(worker, 1))",
-            Cause("A worker's first update misses one more: it pulled before update 0."),
-        ),
-        Edit(
             "number + 1",
             "number",
             Cause("One too many after the first: a worker's own update is in what it pulls."),
-        ),
-        Edit(
-            AGE,
-            "0",
-            Cause("0 is right where all push together; here others push between pull and push."),
         ),
         Edit(
             "pulled_at: dict[int, int] = {}",
             "pulled_at = [0] * 4",
             Cause("There may be more than 3 workers, of any numbers: keep the pulls in a dict."),
             also=((".get(worker, 0)", "[worker]"),),
-        ),
-        Edit(
-            AGE,
-            "min(number - pulled_at.get(worker, 0), 8)",
-            Cause("The staleness has no upper limit: a slow worker misses every update meanwhile."),
         ),
     ),
 )

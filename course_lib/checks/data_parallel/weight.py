@@ -14,7 +14,7 @@ from torch import Tensor
 
 from course_lib.checks.cases import NO_RESULT
 from course_lib.checks.data_parallel.parts import BUDGET, beyond, properties
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
 from course_lib.checks.properties import NAN
@@ -50,7 +50,6 @@ TIMES_ITEMS = Cause("Multiplied by its items: now divide by the items of all ran
 ONE_BATCH = Cause("Divided by the items of the longest batch: take the sum over all ranks.")
 OWN_ITEMS = Cause("Divided by this rank's own items: all_reduce brings the sum of all.")
 UPSIDE_DOWN = Cause("The fraction is upside down: b_r belongs in the numerator.")
-NOT_TIMES_ITEMS = Cause("Divided by all items, but not multiplied by this rank's items and by p.")
 COUNT_ROUNDED = Cause(
     "Right for few items only: count them in whole numbers, not in the dtype of the loss (bfloat16 "
     "has all whole numbers up to 256, float16 up to 2048)."
@@ -103,13 +102,6 @@ def _slope(scaled: Any, leaf: Tensor) -> Tensor | None:
     return None
 
 
-def _mean_of_all(loss: Tensor, num_items: int) -> Tensor:
-    both = torch.stack([loss.nan_to_num() * num_items, torch.tensor(float(num_items))])
-    total = both.detach().clone()
-    dist.all_reduce(total)
-    return total[0] / total[1] + 0 * both[0]
-
-
 FACTOR = "num_items * dist.get_world_size() / total.item()"
 SUMS, ZERO = "dist.all_reduce(total)", "loss.nan_to_num() * 0"
 
@@ -131,7 +123,6 @@ WEIGHT = Exercise(
         Edit(FACTOR, "1", EQUAL),
         Edit(" * dist.get_world_size()", "", NOT_TIMES_P),
         Edit(FACTOR, "num_items", TIMES_ITEMS),
-        Own(_mean_of_all, LOOK),
         Edit("num_items == 0", "False", NAN_OF_NONE),
         Edit(SUMS, f"{SUMS}\nshare = num_items / total.item()", NO_ITEMS),
         Edit("loss * (", "loss.nan_to_num() * (", NAN),
@@ -141,7 +132,6 @@ WEIGHT = Exercise(
         Edit("(total)", "(total, op=dist.ReduceOp.MAX)", ONE_BATCH),
         Edit(SUMS, "pass", OWN_ITEMS),
         Edit(FACTOR, "total.item() / num_items / dist.get_world_size()", UPSIDE_DOWN),
-        Edit(FACTOR, "1 / total.item()", NOT_TIMES_ITEMS),
         Edit("(num_items)", "(num_items, dtype=loss.dtype)", COUNT_ROUNDED),
         Edit(".item())", ")", ONE_NUMBER, also=(("tensor(num_items)", "tensor([num_items])"),)),
         Edit("return loss * (", "loss * (", NO_RESULT),
