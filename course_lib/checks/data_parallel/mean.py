@@ -113,7 +113,6 @@ MEAN = Exercise(
         Edit(SUMS, "pass", OWN_DIVIDED),
         Edit(SUMS, "param.grad /= dist.get_world_size()\ndist.all_reduce(param.grad)", TWICE),
         Edit(HAS_GRAD, "if True:", HAS_NONE),
-        Edit(HAS_GRAD, "if param.requires_grad:", HAS_NONE),
         Edit(
             HAS_GRAD,
             "if param.grad is None:\n    param.grad = torch.zeros_like(param)\nif True:",

@@ -275,7 +275,6 @@ SAMPLER = Exercise(
         Edit(SEED, "manual_seed(0)", OWN_PART, also=(("[i % n]", "[(i + epoch) % n]"),)),
         Edit(MINE, "(order + order[-1:] * (-n % p))[rank::p]", OTHER_FILL),
         Edit(MINE, f"iter({MINE})", NUMBERS),
-        Edit(".tolist()", "", NUMBERS),
         Edit("[i % n]", "[i % n] + 1", NO_ITEM),
         Edit("random.manual_seed", "torch.manual_seed", GLOBAL_STATE),
         Edit(".tolist()", ".to(torch.int16).long().tolist()", NARROW),
