@@ -193,7 +193,7 @@ WRONG = [
     ("ranks-2", one_barrier_more_if_alone, "rank 0 of 1, the first call: calls too many"),
     ("ranks-3", reduce_and_broadcast, "budget: calls too many: need 0; got 1"),
     ("ranks-4", raises_another_error, "raised TypeError"),
-    ("ranks-5", logs_nothing, "got None. all_reduce and reduce return nothing"),
+    ("ranks-5", logs_nothing, "calls of log: need 0; got 1. Only rank 0 logs"),
     ("memory-4", the_whole_paper, "mlp: need"),
     ("memory-4", its_sum, "Return a dict with these keys"),
     ("memory-4", as_floats, "An int is needed"),
