@@ -31,7 +31,12 @@ from course_lib.checks.properties import (
 from course_lib.checks.watch import CHANGED, UNWAITED
 from course_lib.core import CourseError
 
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative
+ROUNDING = {  # relative
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 0.02,  # 8 bits: each rounding is off by at most 0.4 %
+}
 MOST_SHOWN = 12  # of a list
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 LOOKS = {"hang": EVERY_RANK, "mismatch": SAME_CALLS, CHANGED: CALLERS, UNWAITED: EVERY_HANDLE}
