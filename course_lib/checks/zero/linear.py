@@ -1,38 +1,27 @@
 """Exercise 4 of 09_zero: a linear layer whose weights are allocated only while it computes."""
 
-from collections.abc import Callable
+import math
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
-from course_lib.checks.on_ranks import At, OnRanks
-from course_lib.checks.zero.linear_use import (
-    IDLE,
-    TRANSPOSED_INPUTS,
-    Use,
-    Whole,
-    runs_on,
-    use_layer,
-    whole_layer,
-)
-from course_lib.checks.zero.parts import (
-    ALL_WAITED,
-    BESIDE,
-    DTYPE,
-    LENGTHS,
-    NOT_A_NAN,
-    NOT_WAITED,
-    OF_THE_CLASS,
-    ROUNDING,
-    WRONG_BUFFER,
-    lost_nan,
-    shard_of,
-    unless_alone,
-)
-from course_lib.core import Event
+from course_lib.checks.judge import ByExample
+from course_lib.checks.properties import NOT_WAITED
+from course_lib.checks.watch import CHANGED, OVERWRITTEN, UNWAITED, Watch
+from course_lib.checks.zero.parts import CALLS, bytes_too_many, calls_of, named, only_new
+from course_lib.zero.flat_layout import FlatLayout
+
+NUM_TOKENS = 3
+TRANSPOSED, ODD = "transposed inputs", "zeros on rank 0, a nan on the last rank"
+IDLE, TWO = "no tokens on rank 0", "2 layers at once"
+# facets
+OUTPUT, X_GRAD, SHARD_GRAD = "the output", "the gradient of x", "the gradient of the shard"
+BETWEEN, LEFT = "bytes too many from forward to backward", "bytes too many after backward"
+HELD = "bytes that the gradient of the shard keeps"
 
 INPUT_ORDER = Cause(
     "The gradient for x has another shape than x: backward returns gradients in the order in which "
@@ -42,14 +31,12 @@ NO_SHARD = Cause(
     "The gradient for `shard` has another shape than the shard: each rank keeps its part of the "
     "mean, and that is what reduce_scatter leaves."
 )
-FREED = Cause("Backward works on what forward has freed: gather the weights again.")
-TRANSPOSED = Cause("The weight is [out, in]: x @ weight.T, which F.linear does.")
-NO_BIAS = Cause("The bias is missing.")
+BY_ROWS = Cause("The weight is [out, in]: x @ weight.T, which F.linear does.")
+FORMULA = Cause("The output is F.linear(x, weight, bias), of what this call has gathered.")
 KEEPS = Cause(
     "Never freed: what save_for_backward, an attribute of ctx or autograd itself holds lives until "
     "backward. Keep x and the shard, and gather again in backward."
 )
-ONE_GATHER = Cause("A forward makes one all_gather, that of whole(): do not send the output.")
 NO_GRADIENT = Cause("backward returns a gradient for x, one for the shard, and None for layout.")
 TOKENS = Cause(
     "The gradient of x is grad @ weight, with no sum over the ranks: each has tokens of its own."
@@ -64,16 +51,18 @@ SHARD_GRADIENT = Cause(
 LOST = Cause(
     "Used once it is right, used twice one gradient is lost: return it, and let autograd add."
 )
-ALL_REDUCE = Cause(
-    "An all_reduce gives every rank the whole gradient: a reduce_scatter leaves a shard."
+BUDGET = Cause(
+    "Forward makes one all_gather, that of whole(); backward another one, and one reduce_scatter "
+    "of the flat gradient. (An all_reduce would give every rank all of it.)"
 )
-NO_GATHER = Cause("Without a gather in backward, somebody kept the weights from forward.")
-BACKWARD_CALLS = Cause("Backward: gather the weights again, then reduce_scatter their gradient.")
-LEFT = Cause("Who holds a whole tensor after backward: an attribute, a list, a view of it?")
+WHO_HOLDS = Cause("Who holds a whole tensor after backward: an attribute, a list, a view of it?")
 VIEW = Cause(
     "The gradient of the shard is a view, and keeps the whole flat gradient that it was cut from."
 )
-READ_ONLY = Cause("backward and forward only read what they get: others may need it.")
+IN_CTX = Cause(
+    "Several uses and layers are alive at once: what backward of one needs is its own. Keep it in "
+    "ctx, not in the class and not in a global variable."
+)
 STRIDES = Cause(
     "The numbers of a transposed tensor do not lie in memory one after the other: use reshape in "
     "place of view, and no as_strided."
@@ -92,301 +81,165 @@ STALE = Cause(
 )
 
 
-def _whole(at: At) -> Whole:
-    return whole_layer(at.options["use"], at.world_size)
+class Layer:
+    """A rank's shard of a layer and its layout; tokens `x` for it, and the gradient from above."""
+
+    def __init__(
+        self, rank: int, num_in: int, num_out: int, dtype: torch.dtype, odd: str = "", seed: int = 0
+    ) -> None:
+        p = dist.get_world_size()
+        self.layout = FlatLayout(((num_out, num_in), (num_out,)), p)
+        whole = self.layout.flatten([_numbers(seed, *shape) for shape in self.layout.shapes])
+        self.shard = nn.Parameter(whole[self.layout.shard_slice(rank)].to(dtype, copy=True))
+        count = 0 if odd == IDLE and rank == 0 else NUM_TOKENS
+        self.x, self.above = (
+            _odd(_numbers(seed + 100 + rank, count, width).to(dtype), odd, rank, p)
+            for width in (num_in, num_out)
+        )
+        self.x.requires_grad_()
+        self.out_bytes = count * num_out * dtype.itemsize
 
 
-def _grads(at: At) -> Tensor:
-    return torch.stack(_whole(at).grads)
+def _numbers(seed: int, *shape: int) -> Tensor:
+    """Return numbers between 1 and 2, so that no sum cancels and rounding stays small."""
+    return 1 + torch.rand(shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def _mean(at: At) -> Tensor:
-    return shard_of(_grads(at).sum(0) / at.world_size, at.rank, at.world_size)
+def _odd(tokens: Tensor, odd: str, rank: int, p: int) -> Tensor:
+    if odd == ODD and rank == p - 1:
+        tokens[-1, 0] = math.nan
+    elif odd == ODD and rank == 0:
+        tokens.zero_()
+    return tokens.t().contiguous().t() if odd == TRANSPOSED else tokens
 
 
-def _first(at: At) -> Tensor:
-    """Return this rank's shard of the mean of the gradients of the first use alone."""
-    return shard_of(torch.stack(_whole(at).first).sum(0) / at.world_size, at.rank, at.world_size)
+def use_layer(
+    rank: int,
+    answer: Any,
+    num_in: int = 5,
+    times: int = 1,
+    dtype: torch.dtype = torch.float64,
+    odd: str = "",
+    other_in: int = 0,
+) -> dict[str, Any]:
+    """Use a layer, also with another one beside it; at last without autograd, its shard changed."""
+    watch, apply = Watch(), getattr(answer, "apply", answer)
+    label = f"{num_in} to 5 numbers in {named(dtype)}, used {'twice' if times == 2 else 'once'}"
+    label, layers = f"{label}, {odd}" if odd else label, dict[str, Layer]()
+    layers[label] = Layer(rank, num_in, 5, dtype, odd)
+    if other_in:
+        label = "the 2nd of two layers"
+        layers[label] = Layer(rank, other_in, other_in, dtype, seed=1000)
+    known = [watch.seen, *((layer.x, layer.shard, layer.above) for layer in layers.values())]
+    with only_new():
+        outs = [_forward(watch, apply, *one, times) for one in layers.items()]
+        enough = times * sum(layer.out_bytes for layer in layers.values())
+        watch.seen[f"{label}, forward"][BETWEEN] = bytes_too_many(enough, known)
+        for one, out in zip(layers.items(), outs, strict=True):
+            _backward(watch, out, *one)
+        del out
+        outs.clear()
+        watch.seen[f"{label}, backward"][LEFT] = bytes_too_many(0, known)
+        for name, layer in layers.items():
+            watch.seen[f"{name}, backward"][HELD] = _held_bytes(apply, layer)
+            with torch.no_grad():
+                apply(layer.x, layer.shard, layer.layout)
+                layer.shard.mul_(2)
+                _forward(watch, apply, f"{name}, without autograd", layer)
+    return watch.seen
 
 
-def _own(at: At) -> Tensor:
-    return shard_of(_grads(at)[at.rank], at.rank, at.world_size)
-
-
-def _computed_by(layer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[At], Tensor]:
-    """Return the output of another formula."""
-
-    def out(at: At) -> Tensor:
-        use: Use = at.options["use"]
-        whole, x = use.layer(), use.batch(at.rank, at.world_size)[0].detach()
-        for _ in range(use.times):
-            x = layer(x, whole.weight.detach(), whole.bias.detach())
-        return x
-
+def _forward(watch: Watch, apply: Any, name: str, layer: Layer, times: int = 1) -> Any:
+    """Return the output of a layer that is used `times` times; show it."""
+    out = layer.x
+    with watch.step(f"{name}, forward", x=layer.x, shard=layer.shard) as step:
+        for _ in range(times):
+            out = apply(out, layer.shard, layer.layout)
+    step.show(**{OUTPUT: out, CALLS: calls_of(step)})
     return out
 
 
-def _needed(*kinds: str) -> Callable[[At], list[tuple[str, int]]]:
-    def calls(at: At) -> list[tuple[str, int]]:
-        use: Use = at.options["use"]
-        num_bytes = use.layout(at.world_size).padded_numel * use.dtype.itemsize
-        return [(kind, num_bytes) for kind in kinds for _ in range(use.times)]
-
-    return calls
-
-
-def _by_kind(at: At) -> list[Event]:
-    """Return the calls of backward, whose two may come in any order."""
-    return sorted(at.seen.backward, key=lambda call: call.kind)
+def _backward(watch: Watch, out: Any, name: str, layer: Layer) -> None:
+    """Run backward from an output, and show the gradients."""
+    given = {"x": layer.x, "shard": layer.shard, "the gradient from above": layer.above}
+    with watch.step(f"{name}, backward", **given) as step:
+        _run_backward(out, layer)
+    step.show(**{X_GRAD: layer.x.grad, SHARD_GRAD: layer.shard.grad, CALLS: calls_of(step)})
+    layer.x.grad = layer.shard.grad = None
 
 
-def _out(at: At) -> Tensor:
-    return _whole(at).outs[at.rank]
+def _run_backward(out: Any, layer: Layer) -> None:
+    if isinstance(out, Tensor) and out.requires_grad:
+        out.backward(layer.above)
 
 
-def _x_grad(at: At) -> Tensor:
-    return _whole(at).x_grads[at.rank]
+def _held_bytes(apply: Any, layer: Layer) -> int:
+    """Return the bytes that the shard's gradient keeps, not watched: a watched tensor is shared."""
+    _run_backward(apply(layer.x, layer.shard, layer.layout), layer)
+    grad, layer.x.grad, layer.shard.grad = layer.shard.grad, None, None
+    return 0 if grad is None else grad.untyped_storage().nbytes()
 
 
-def _once(at: At) -> Tensor:
-    return _whole(at).once[at.rank]
+def _runs(p: int) -> list[dict[str, Any]]:
+    """Return the uses on p ranks, plain ones first; three ranks are enough for the odd ones."""
+    plain: list[dict[str, Any]] = [{}, {"times": 2}, {"num_in": 2, "dtype": torch.bfloat16}]
+    odd: list[dict[str, Any]] = [{"num_in": 2, "odd": one} for one in (TRANSPOSED, ODD, IDLE)]
+    return [*plain, *([{"other_in": 5}, {"other_in": 3}, *odd] if p == 3 else [])]
 
 
-def _doubled(at: At) -> Tensor:
-    return 2 * _once(at)
-
-
-def _only_if(right: Callable[[At], Tensor]) -> tuple[tuple[Callable[..., bool], Cause], ...]:
-    """Return causes of what is wrong in one of `ODD_USES` only: a plain use goes before."""
-    return (
-        (lambda at, got, _item: lost_nan(got, right(at)), NOT_A_NAN),
-        (lambda at, *_: at.options["use"].beside is not None, OF_THE_CLASS),
-        (lambda at, *_: at.options["use"].transposed, STRIDES),
-        (lambda at, *_: at.options["use"].idle, NO_TOKENS),
-    )
-
-
-def _rtol(at: At) -> float:
-    return ROUNDING[at.options["use"].dtype]
-
-
-GATHERS = "weight, bias = whole(shard, layout)"
-COMPUTES = "F.linear(x, weight, bias)"
+GATHERS, RETURNS = "weight, bias = whole(shard, layout)", "return grad @ weight, "
+COMPUTES, MEAN = "F.linear(x, weight, bias)", "mean / dist.get_world_size()"
 SAVES, SAVED = "ctx.save_for_backward(x, shard)", "x, shard = ctx.saved_tensors"
-KEPT = "ShardedLinear.kept"
 FORWARD = f"{SAVES}\n        ctx.layout = layout\n        {GATHERS}"
 KEEPING = f"{GATHERS}\n        ctx.layout = layout\n        ctx.save_for_backward(x, shard, weight)"
 AGAIN = f"{SAVED}\n        weight, _ = whole(shard, ctx.layout)"
 FLATTENS = "ctx.layout.flatten([grad.T @ x, grad.sum(0)])"
-SENDS = "dist.reduce_scatter_single(mean, flat)"
-MINE = "flat[ctx.layout.shard_slice(dist.get_rank())]"
-MEAN = "mean / dist.get_world_size()"
-GATHERED = "dist.all_gather_single(flat, shard.detach())"
+SENDS, MINE = (
+    "dist.reduce_scatter_single(mean, flat)",
+    "flat[ctx.layout.shard_slice(dist.get_rank())]",
+)
 
 LINEAR = Exercise(
     key="zero-4",
     title="gather, use, free",
-    check=OnRanks(
+    check=ByExample(
         observe_on_rank=use_layer,
-        runs=runs_on,
-        trouble=(
-            ("raised", BESIDE, OF_THE_CLASS),
-            ("raised", f"{TRANSPOSED_INPUTS}|view size is not compatible", STRIDES),
-            ("raised", IDLE, NO_TOKENS),
-            ("raised", "invalid gradient at index 0", INPUT_ORDER),
-            ("raised", "invalid gradient at index 1", NO_SHARD),
-            ("raised", "not allocated|of storage|setStorage", FREED),
-            *WRONG_BUFFER,
-            *((kind, "", EVERY_RANK) for kind in ("mismatch", "hang")),
+        runs=_runs,
+        facets=(
+            *(UNWAITED, OVERWRITTEN, OUTPUT, CHANGED, X_GRAD, SHARD_GRAD, CALLS),
+            *(BETWEEN, LEFT, HELD),
         ),
-        expect=(
-            ALL_WAITED,
-            Numbers(
-                "out",
-                _out,
-                rtol=_rtol,
-                what="the output",
-                predicates=_only_if(_out),
-                causes=(
-                    (TRANSPOSED, _computed_by(lambda x, weight, bias: x @ weight + bias)),
-                    (NO_BIAS, _computed_by(lambda x, weight, _bias: x @ weight.T)),
-                ),
-                look=TRANSPOSED,
-            ),
-            Calls(
-                unless_alone(_needed("all_gather"), "forward"),
-                other_kind=ONE_GATHER,
-                look=ONE_GATHER,
-                value="forward",
-            ),
-            Bytes(
-                "alive_bytes",
-                lambda at: at.options["use"].out_bytes(at.rank),
-                KEEPS,
-                what="besides x and the shard, after forward it keeps",
-            ),
-            Demand(lambda at: not at.seen.changed, "an input has changed", READ_ONLY),
-            Demand(
-                lambda at: at.seen.x_grad is not None and at.seen.shard_grad is not None,
-                "no gradient arrives at x, or at the shard",
-                NO_GRADIENT,
-            ),
-            Numbers(
-                "x_grad",
-                _x_grad,
-                rtol=_rtol,
-                what="the gradient of x",
-                predicates=_only_if(_x_grad),
-                look=TOKENS,
-            ),
-            Numbers(
-                "shard_grad",
-                _mean,
-                rtol=_rtol,
-                what="the gradient of the shard",
-                predicates=_only_if(_mean),
-                causes=(
-                    (SUMMED, lambda at: _mean(at) * at.world_size),
-                    (AVERAGED_TWICE, lambda at: _mean(at) / at.world_size),
-                    (LOST, _first),
-                    (OWN, _own),
-                    (OWN, lambda at: _own(at) / at.world_size),
-                ),
-                look=SHARD_GRADIENT,
-            ),
-            Numbers(
-                "again",
-                _doubled,
-                rtol=_rtol,
-                what="the output without autograd",
-                predicates=_only_if(_doubled),
-                causes=((STALE, _once),),
-                look=STALE,
-            ),
-            Calls(
-                unless_alone(_needed("all_gather", "reduce_scatter"), _by_kind),
-                other_kind=ALL_REDUCE,
-                symptoms=((lambda got, need: len(got) < len(need), NO_GATHER),),
-                look=BACKWARD_CALLS,
-                value=_by_kind,
-            ),
-            Bytes("left_bytes", lambda _at: 0, LEFT, what="after backward it keeps"),
-            Bytes(
-                "grad_bytes",
-                lambda at: at.seen.shard_grad.nbytes,
-                VIEW,
-                what="the gradient of the shard keeps",
-            ),
+        looks=(
+            *(("mismatch", EVERY_RANK), ("hang", EVERY_RANK), (OUTPUT, FORMULA), (CALLS, BUDGET)),
+            *((X_GRAD, TOKENS), (SHARD_GRAD, SHARD_GRADIENT)),
+            *((BETWEEN, KEEPS), (LEFT, WHO_HOLDS), (HELD, VIEW)),
         ),
         success="As one process (used twice, transposed, without tokens); no whole weights stay.",
     ),
     wrong=(
         Edit(FORWARD, KEEPING, KEEPS, also=((AGAIN, "x, shard, weight = ctx.saved_tensors"),)),
-        Edit(GATHERS, f"{GATHERS}\nctx.weight = weight", KEEPS),
-        Edit(
-            GATHERED,
-            f"if not hasattr(layout, 'flat'):\n    {GATHERED}\n    layout.__dict__['flat'] = flat\n"
-            "flat = layout.__dict__['flat']",
-            KEEPS,
-        ),
         Edit("ShardedLinear.apply(x, shard, layout)", "F.linear(x, *whole(shard, layout))", KEEPS),
-        Edit(
-            FORWARD,
-            KEEPING,
-            FREED,
-            also=(
-                (
-                    f"return {COMPUTES}",
-                    f"out = {COMPUTES}\nweight.untyped_storage().resize_(0)\nreturn out",
-                ),
-                (AGAIN, "x, shard, weight = ctx.saved_tensors"),
-            ),
-        ),
-        Edit(
-            GATHERS,
-            f"{GATHERS}\nctx.rows = weight.tolist()",
-            NO_GATHER,
-            also=(("weight, _ = whole(shard, ctx.layout)", "weight = x.new_tensor(ctx.rows)"),),
-        ),
         Edit(MEAN, "mean", SUMMED),
         Edit(MEAN, f"{MEAN} ** 2", AVERAGED_TWICE),
-        Edit(
-            f"return grad @ weight, {MEAN}",
-            f"x_grad = grad @ weight\ndist.all_reduce(x_grad)\nreturn x_grad, {MEAN}",
-            TOKENS,
-        ),
-        Edit(
-            f"return grad @ weight, {MEAN}",
-            "x_grad = grad @ weight / dist.get_world_size()\ndist.all_reduce(x_grad)\n"
-            f"return x_grad, {MEAN}",
-            TOKENS,
-        ),
-        Edit("grad @ weight", "grad @ weight / dist.get_world_size()", TOKENS),
         Edit(f"grad @ weight, {MEAN}", f"{MEAN}, grad @ weight", INPUT_ORDER),
         Edit(SENDS, f"mean = {MINE}.clone()", OWN),
-        Edit(SENDS, f"dist.all_reduce(flat)\nmean = {MINE}.clone()", ALL_REDUCE),
+        Edit(SENDS, f"dist.all_reduce(flat)\nmean = {MINE}.clone()", BUDGET),
         Edit(SENDS, "dist.all_reduce(flat)\nmean = flat", NO_SHARD),
         Edit("(mean, flat)", "(mean, flat, async_op=True)", NOT_WAITED),
-        Edit(
-            "mean = torch.empty_like(shard)",
-            f"mean = {MINE}",
-            VIEW,
-            also=((MEAN, "mean.div_(dist.get_world_size())"),),
-        ),
-        Edit(
-            FLATTENS,
-            "torch.cat([grad.sum(0), (grad.T @ x).flatten()])\n"
-            "flat = F.pad(flat, (0, ctx.layout.padded_numel - ctx.layout.numel))",
-            SHARD_GRADIENT,
-        ),
         Edit("grad.sum(0)", "grad.mean(0)", SHARD_GRADIENT),
-        Edit("torch.empty_like(shard)", "torch.empty(len(shard))", DTYPE),
-        Edit(FLATTENS, "torch.cat([(grad.T @ x).flatten(), grad.sum(0)])", LENGTHS),
-        Edit(COMPUTES, "x @ weight + bias", TRANSPOSED),
-        Edit(COMPUTES, "x @ weight.T", NO_BIAS),
+        Edit(COMPUTES, "x @ weight + bias", BY_ROWS),
         Edit(MEAN, "None", NO_GRADIENT),
-        Edit("return grad @ weight", "return None", NO_GRADIENT),
-        Edit(
-            f"return grad @ weight, {MEAN}",
-            f"shard.grad = {MEAN}\nreturn grad @ weight, None",
-            LOST,
-        ),
-        Edit(
-            f"return grad @ weight, {MEAN}",
-            f"x_grad = grad @ weight\ngrad.zero_()\nreturn x_grad, {MEAN}",
-            READ_ONLY,
-        ),
-        Edit(SENDS, f"{SENDS}\nctx.layout.__dict__['flat'] = flat", LEFT),
+        Edit(f"{RETURNS}{MEAN}", f"shard.grad = {MEAN}\n{RETURNS}None", LOST),
+        Edit(SENDS, f"{SENDS}\nctx.layout.__dict__['flat'] = flat", WHO_HOLDS),
         Edit(
             SAVES,
             "ShardedLinear.kept = x, shard",
-            OF_THE_CLASS,
-            also=((SAVED, f"x, shard = {KEPT}"),),
+            IN_CTX,
+            also=((SAVED, "x, shard = ShardedLinear.kept"),),
         ),
-        Edit(
-            SAVES,
-            "ctx.save_for_backward(x)\nShardedLinear.kept = shard",
-            OF_THE_CLASS,
-            also=((SAVED, f"(x,), shard = ctx.saved_tensors, {KEPT}"),),
-        ),
-        Edit(
-            "ctx.layout = layout",
-            "ShardedLinear.layout = layout",
-            OF_THE_CLASS,
-            also=(
-                ("whole(shard, ctx.layout)", "whole(shard, ShardedLinear.layout)"),
-                ("ctx.layout.flatten", "ShardedLinear.layout.flatten"),
-            ),
-        ),
-        Edit("grad.T @ x", "grad.as_strided(grad.T.shape, (1, len(grad.T))) @ x", STRIDES),
         Edit("grad.sum(0)", "grad.view(-1).view(grad.shape).sum(0)", STRIDES),
-        Edit(COMPUTES, "F.linear(x.as_strided(x.shape, (x.shape[1], 1)), weight, bias)", STRIDES),
         Edit(FLATTENS, f"{FLATTENS} / len(grad)\nflat *= len(grad)", NO_TOKENS),
-        Edit(GATHERS, f"if not len(x):\n    return x.new_zeros(0, 5)\n{GATHERS}", EVERY_RANK),
         Edit(SENDS, f"if grad.any():\n    {SENDS}\nelse:\n    mean.zero_()", EVERY_RANK),
-        Edit(FLATTENS, f"{FLATTENS}.nan_to_num()", NOT_A_NAN),
-        Edit("return grad @ weight", "return (grad @ weight).nan_to_num()", NOT_A_NAN),
-        Edit(COMPUTES, f"{COMPUTES}.nan_to_num()", NOT_A_NAN),
         Edit(
             "return ShardedLinear",
             "if not torch.is_grad_enabled():\n"

@@ -1,4 +1,4 @@
-"""Tools for the checks of 09_zero: a module whose numbers are all different, and bytes alive.
+"""Tools for the checks of 09_zero: calls in any order, and the bytes of tensors that are alive.
 
 `alive_bytes` counts storages, not the memory of the process: a view counts as all that it keeps.
 """
@@ -11,45 +11,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.checks.exercise import Cause
 from course_lib.checks.expectations import Demand, Value, read
 from course_lib.checks.on_ranks import At
+from course_lib.checks.properties import NOT_WAITED, SHARED
+from course_lib.checks.watch import WAIT, Step
 from course_lib.ranks.held_up import others_are_ready
 from course_lib.ranks.work_handle import TrackedWork
 
 LETS_GO_S, ON_A_BUSY_MACHINE_S = 1.0, 10.0
-ROUNDING = {torch.float64: 1e-12, torch.bfloat16: 0.02}  # bfloat16 keeps 8 bits
-NOT_WAITED = Cause(
-    "With async_op=True the call returns before the numbers are there: call wait() on the handle "
-    "that it returns before you read them."
-)
-DTYPE = Cause(
-    "Keep the dtype of the parameters: make buffers with new_empty or empty_like, convert nothing."
-)
-LENGTHS = Cause(
-    "The tensors of a call do not fit together: p shards of layout.shard_numel numbers make one "
-    "flat tensor of layout.padded_numel."
-)
-NOT_A_NAN = Cause(
-    "A nan has to stay one: who replaces it hides that the training has broken. Change no numbers."
-)
-ROUNDED = Cause("Nearly right: something on the way was rounded; keep the gradients' dtype.")
-OF_THE_CLASS = Cause(
-    "Several objects are alive at once: what one of them needs is its own. Keep it in self or ctx, "
-    "not in the class and not in a global variable."
-)
-BESIDE = "with a 2nd object"  # where several objects are alive, what is told says so
-UNEQUAL = Cause(
-    "Two tensors whose shapes do not fit are added or copied: print both shapes. A shard has "
-    "layout.shard_numel numbers, a flat tensor layout.padded_numel; views have the tensors' shapes."
-)
-WRONG_BUFFER = (
-    ("raised", "dtype", DTYPE),
-    ("raised", "outputShape|tensor size", LENGTHS),
-    ("raised", "size of tensor a", UNEQUAL),
-)
+CALLS = "calls"  # a facet
 
 
 def named(dtype: torch.dtype) -> str:
@@ -62,47 +36,19 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def like(param: Tensor, numbers: Tensor) -> Tensor:
-    """Return these numbers with the dtype and the strides of a parameter, as autograd does."""
-    return torch.empty_like(param).copy_(numbers).detach()
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Return whether all numbers are equal; a nan is equal to a nan."""
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def nearly(got: Tensor, need: Tensor) -> bool:
-    """Return whether rounding to a shorter dtype explains the difference."""
-    return torch.allclose(got.double(), need.double(), rtol=0.01, atol=0)
-
-
-def lost_nan(got: Tensor, need: Tensor) -> bool:
-    """Return whether a nan has become a number."""
-    return bool((need.isnan() & ~got.isnan()).any())
-
-
 def shard_numel(numel: int, p: int) -> int:
     """Return the numbers in an equal shard."""
     return -(-numel // p)
 
 
-def shard_of(row: Tensor, rank: int, p: int) -> Tensor:
-    """Return a rank's shard of a flat tensor that is padded with zeros."""
-    n = shard_numel(row.numel(), p)
-    return torch.cat([row, row.new_zeros(n * p - row.numel())])[rank * n : (rank + 1) * n]
+def calls_of(step: Step) -> list[str]:
+    """Return the calls of a step, in no order; of one rank none, for it may do without."""
+    return sorted(line for line in step.order if line != WAIT) if dist.get_world_size() > 1 else []
 
 
-@contextmanager
-def telling(where: str) -> Iterator[None]:
-    """Put the place before the text of an error of the answer: `used twice: ...`."""
-    try:
-        yield
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        error.args = (f"{where}: {error}",)
-        raise
+def bytes_too_many(enough: int, *besides: Any) -> int:
+    """Return how many bytes more than `enough` are alive, but for those of `besides`."""
+    return max(0, alive_bytes(*besides, enough=enough) - enough)
 
 
 @contextmanager
@@ -115,23 +61,32 @@ def only_new() -> Iterator[None]:
         gc.unfreeze()
 
 
-def alive_bytes(*besides: nn.Module | Tensor, enough: int) -> int:
-    """Return the bytes of the storages that tensors keep alive, but for those of `besides`.
+def alive_bytes(*besides: Any, enough: int) -> int:
+    """Return the bytes of the storages that tensors keep alive, but for those in `besides`.
 
     A thread of gloo lets go of a call's tensors a moment after the call has returned: where there
     are more bytes than `enough`, look again until that moment has passed. It is longer where a
     thread waits for a core.
     """
-    known, start_s = set[int](), time.perf_counter()
-    for thing in besides:
-        tensors = thing.parameters() if isinstance(thing, nn.Module) else [thing]
-        known |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(besides)}
+    start_s = time.perf_counter()
     while True:
         found = sum(size for address, size in _storages().items() if address not in known)
         limit_s = ON_A_BUSY_MACHINE_S if others_are_ready() else LETS_GO_S
         if found <= enough or time.perf_counter() - start_s > limit_s:
             return found
         time.sleep(LETS_GO_S / 50)
+
+
+def _tensors(thing: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists and dicts, and the parameters of modules."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, nn.Module):
+        yield from thing.parameters()
+    elif isinstance(thing, list | tuple | dict):
+        for one in thing.values() if isinstance(thing, dict) else thing:
+            yield from _tensors(one)
 
 
 def _storages() -> dict[int, int]:
@@ -147,6 +102,30 @@ def _storages() -> dict[int, int]:
                     storage = tensor.untyped_storage()
                     found[storage.data_ptr()] = storage.nbytes()
     return found
+
+
+# --- for the checks of other lessons, which still list what they expect
+
+OF_THE_CLASS = SHARED
+ROUNDED = Cause("Nearly right: something on the way was rounded; keep the gradients' dtype.")
+BESIDE = "with a 2nd object"  # where several objects are alive, what is told says so
+
+
+def nearly(got: Tensor, need: Tensor) -> bool:
+    """Return whether rounding to a shorter dtype explains the difference."""
+    return torch.allclose(got.double(), need.double(), rtol=0.01, atol=0)
+
+
+@contextmanager
+def telling(where: str) -> Iterator[None]:
+    """Put the place before the text of an error of the answer: `used twice: ...`."""
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        error.args = (f"{where}: {error}",)
+        raise
 
 
 @contextmanager

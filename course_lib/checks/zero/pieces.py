@@ -3,7 +3,7 @@
 from operator import index
 from typing import Any
 
-from course_lib.checks.cases import NO_RESULT, Case, Cases
+from course_lib.checks.cases import Case, Cases
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 
@@ -73,15 +73,6 @@ PIECES = Exercise(
         ),
         Edit(
             LENGTH,
-            "sum(sizes) // p",
-            Cause(
-                "The last rank has a longer shard, but collectives need equal ones. Round up; the "
-                "last shard is filled up with zeros."
-            ),
-            also=((BOUNDS, f"{BOUNDS} if rank < p - 1 else begin + size"),),
-        ),
-        Edit(
-            LENGTH,
             "sum(sizes) // p\nrest = sum(sizes) % p",
             Cause(
                 "The first ranks have one number more, but collectives need equal shards. Round up "
@@ -120,11 +111,6 @@ PIECES = Exercise(
             "begin += size",
             "pass",
             Cause("begin is still 0 for every tensor: after each one, add its size."),
-        ),
-        Edit(
-            f"{PIECE})\n        begin",
-            f"{PIECE})\n            begin",
-            Cause("begin moves only where there is a piece: add the size of every tensor."),
         ),
         Edit(
             PIECE,
@@ -166,30 +152,11 @@ PIECES = Exercise(
             ),
         ),
         Edit(
-            "return pieces",
-            "return pieces[:1]",
-            Cause("Only the first piece: a shard extends over as many tensors as fit."),
-        ),
-        Edit(
-            "first < last",
-            "first == begin < last == begin + size",
-            Cause("Only tensors that lie in the shard as a whole: parts of them count, too."),
-        ),
-        Edit("return pieces", "pass", NO_RESULT),
-        Edit(
             LENGTH,
             f"{LENGTH}\nkey, known = f'{{sum(sizes)}} {{p}} {{rank}}', vars(pieces_of)\n"
             "if key in known:\n    return known[key]\nknown[key] = pieces",
             Cause("Those are the pieces of other sizes: what you keep from call to call is stale."),
         ),
         Edit(LOOP, "for index in range(len(sizes)):\n    size = sizes.pop(0)", CALLERS),
-        Edit(
-            LENGTH,
-            "-(-sum(sizes) // p)\nif p > sum(sizes):\n    return [(rank, 0, 1)]",
-            Cause(
-                "With fewer numbers than ranks, the same formula holds: a shard has one number, "
-                "and the last ranks own only padding."
-            ),
-        ),
     ),
 )
