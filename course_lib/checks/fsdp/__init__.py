@@ -1,7 +1,7 @@
 """The exercises of notebook 10_fsdp: a shard, a unit's hooks, prefetch, hybrid groups, a trace.
 
 Each stands with its check in a file of its own: `param`, `hooks`, `prefetch`, `hybrid`, `trace`.
-What runs on the ranks is in `param_use`, `hooks_passes` and `prefetch_moves`.
+`parts` tells what an answer keeps alive.
 """
 
 from course_lib.checks.fsdp.hooks import HOOKS

@@ -1,25 +1,21 @@
 """Exercise 2 of 10_fsdp: the hooks of a unit, from the gather before forward to the gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
-from course_lib.checks.fsdp.hooks_passes import EVALUATION, ROUNDS, passes, whole_passes
-from course_lib.checks.fsdp.parts import MODULES, pack, packed_numel, rows_of
-from course_lib.checks.on_ranks import At, OnRanks
-from course_lib.checks.zero.parts import (
-    ALL_WAITED,
-    BESIDE,
-    NOT_WAITED,
-    OF_THE_CLASS,
-    unless_alone,
-)
+from course_lib.checks.fsdp.parts import MemoryWatch, held_bytes, num_rows, rows_of
+from course_lib.checks.judge import ByExample
+from course_lib.checks.properties import HAS_STATE, NOT_WAITED, SEEDS, SHARED
+from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch
 
-WORLDS = (3, 2, 5, 1)
+WIDTH, TOKENS = 3, 2
+STEP = 0.5  # what an optimizer adds before the third pass
 
 GATHER = Cause("Forward computed without its parameters: gather() in before_forward.")
 NEVER_FREED = Cause("Not freed between forward and backward: free() in after_forward.")
@@ -33,29 +29,24 @@ EVALUATE = Cause(
     "output.requires_grad."
 )
 SUMMED = Cause("{p} times too large: summed, not averaged. Divide by the number of ranks.")
-AVERAGED_TWICE = Cause("{p} times too small: divide by the number of ranks once.")
 OWN = Cause("Only this rank's own tokens are in it: the others' come with a reduce_scatter.")
 OVERWRITTEN = Cause("Only the last backward is in it: shard.grad adds up until it is cleared.")
-MEAN_OF_PASSES = Cause("The mean is over ranks; two backward passes add up.")
 ANEW = Cause("`missing` begins anew with each backward: fill it again when everything is sent.")
-NOT_SENT = Cause("A shard has no gradient: send when `missing` is empty, and set shard.grad.")
 TAIL = Cause(
     "Those are numbers of the padded tail, or of the next parameter: a rank with fewer rows has "
     "padding between its gradients. unit.unpack(line) cuts it off."
 )
-PARAMETERS = Cause("Those are the parameters: send each param.grad, not its param.")
-GRAD_SHAPE = Cause("A gradient has the shape of its shard: unit.unpack(line) gives them.")
-INCOMPLETE = Cause(
-    "Send when the last gradient of the unit is there, whichever comes last: those of all "
-    "unit.params, packed in the order of unit.params."
+MEAN = Cause(
+    "Need the mean over the ranks of the gradients of all unit.params, packed in their order when "
+    "the last one is there, whichever that is; two backward passes add up."
 )
-X_GRAD = Cause("The gradient of the input is this rank's own: hooks do not change it.")
-ONE_MESSAGE = Cause("All gradients of a unit travel as one reduce_scatter: pack them.")
-ALL_REDUCE = Cause(
-    "An all_reduce sends twice the bytes: nobody needs the others' part of the mean."
+FREE = Cause(
+    "A unit is whole while it computes: free() after forward, and after its last gradient."
 )
-GATHER_ONCE = Cause("Gather once before the module computes.")
-CALLS = Cause("Backward: one all_gather at the output's gradient, then one reduce_scatter.")
+CALLS = Cause(
+    "In forward, one gather; in backward, one when the output's gradient is there, then one "
+    "reduce_scatter of all gradients. (An all_reduce sends twice the bytes.)"
+)
 WHOLE_GRADS = Cause(
     "The whole gradients are still there, and the next backward would add to them: "
     "param.grad = None for each."
@@ -71,221 +62,220 @@ KEEPS_BUFFER = Cause(
 LEFT = Cause("Who holds whole gradients: an attribute, a list, a view?")
 
 
-def _module(at: At) -> nn.Module:
-    return MODULES[at.options["kind"]]()
+class Tied(nn.Module):
+    """Three layers; the first two have one weight, which backward needs twice.
+
+    The last one is the first by name, so that neither end of the list gets its gradient last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH - 1)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-def _is_twice(at: At) -> bool:
-    """Return whether two forwards come before two backwards."""
-    return bool(at.options.get("twice"))
+class Small(nn.Module):
+    """A module with one number: fewer than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.only(x[:, :1]))
 
 
-def _number(at: At) -> int:
-    """Return the number of the batch: evaluation uses the last one."""
-    return 1 if _is_twice(at) else min(at.number, len(ROUNDS) - 1)
+class Unit:
+    """The unit that the answer is given: free() fills its parameters with NaN."""
+
+    def __init__(self, params: Sequence[nn.Parameter], watch: Watch) -> None:
+        self.params, self.p, self._watch = list(params), dist.get_world_size(), watch
+        self.whole = [param.detach().clone() for param in self.params]
+        rows = (rows_of(whole, dist.get_rank(), self.p) for whole in self.whole)
+        self.shards = [nn.Parameter(mine.clone()) for mine in rows]
+        self.free()
+
+    def gather(self) -> None:
+        """Fill the parameters."""
+        self._watch.mark("gather")
+        self.state = "whole"
+        for param, whole in zip(self.params, self.whole, strict=True):
+            param.data.copy_(whole)
+
+    def free(self) -> None:
+        """Make the parameters useless."""
+        self.state = "freed"
+        for param in self.params:
+            param.data.fill_(torch.nan)
+
+    def step(self) -> None:
+        """Change parameters and shards, and clear the gradients, as an optimizer does."""
+        for tensor in (*self.whole, *self.shards):
+            tensor.data.add_(STEP)
+        for shard in self.shards:
+            shard.grad = None
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of a buffer with everything."""
+        return self.pack(self.whole).nbytes
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return whole tensors as one [p, n]: row r has what rank r keeps of each, padded."""
+        parts = []
+        for tensor in tensors:
+            padded = tensor.new_zeros(self.p * num_rows(tensor, self.p), *tensor.shape[1:])
+            padded[: len(tensor)] = tensor
+            parts.append(padded.view(self.p, -1))
+        return torch.cat(parts, dim=1)
+
+    def unpack(self, line: Tensor) -> list[Tensor]:
+        """Return a row of `pack`, [n], as tensors of the shards' shapes."""
+        widths = [num_rows(param, self.p) * param[:1].numel() for param in self.params]
+        parts = zip(self.shards, line.split(widths), strict=True)
+        return [part[: shard.numel()].view_as(shard) for shard, part in parts]
 
 
-def _rounds(at: At) -> tuple[int, ...]:
-    """Return the backward passes that are in the gradients."""
-    return (0, 1) if _is_twice(at) else ROUNDS[_number(at)]
+class Model:
+    """A module with the answer's hooks: one unit, or two, of which one is its last layer."""
+
+    def __init__(
+        self, answer: Callable[..., Any], watch: Watch, kind: type[nn.Module], nested: bool = False
+    ) -> None:
+        self.module, random = kind().double(), torch.Generator().manual_seed(7)
+        self.params = [*self.module.parameters()]
+        for param in self.params:
+            param.data = torch.randn(param.shape, generator=random, dtype=torch.double)
+        parts = [self.module, *([self.module.get_submodule("last")] if nested else [])]
+        inner = {*parts[1].parameters()} if nested else set()
+        lists = ([x for x in self.params if (x in inner) is within] for within in (False, True))
+        self.units = [Unit(params, watch) for params in lists if params]
+        self.hooks = [answer(*pair) for pair in zip(parts, self.units, strict=True)]
+        self.shards = [shard for unit in self.units for shard in unit.shards]
+
+    @property
+    def grads(self) -> dict[str, Any]:
+        """The gradient of each shard."""
+        return {f"of shard {number}": shard.grad for number, shard in enumerate(self.shards)}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that the check needs itself."""
+        return [*self.params, *self.shards, *(x for unit in self.units for x in unit.whole)]
 
 
-def _mean(at: At, number: int) -> list[Tensor]:
-    """Return this rank's shards of the mean gradients of one pass."""
-    by_rank = whole_passes(at.options["kind"], number, at.world_size).grads
-    means = [torch.stack(grads).mean(0) for grads in zip(*by_rank, strict=True)]
-    return [rows_of(mean, at.rank, at.world_size) for mean in means]
+def passes(
+    rank: int, answer: Callable[..., Any], kind: type[nn.Module] = Tied, use: str = ""
+) -> dict[str, Any]:
+    """Train with three batches, the last one after a step of the optimizer, and evaluate.
+
+    `use`: with a part that is a unit of its own (nested), with another module that trains between
+    forward and backward (beside), or with two forwards before two backwards (twice).
+    """
+    batches = [_batch(rank, number) for number in range(6)]
+    with MemoryWatch() as watch:
+        model = Model(answer, watch, kind, use == "nested")
+        other = Model(answer, watch, Tied) if use == "beside" else model
+        for numbers in [(0, 1)] if use == "twice" else [(0,), (1,), (2,)]:
+            if 2 in numbers:
+                for unit in model.units:
+                    unit.step()
+            outs = [_forward(watch, model, batches[n][0], f"batch {n + 1}") for n in numbers]
+            if other is not model:
+                (x, above), label = (
+                    batches[numbers[0] + 3],
+                    f"batch {numbers[0] + 1}, another module",
+                )
+                _backward(watch, other, _forward(watch, other, x, label), x, above, label)
+            for n in numbers:
+                _backward(watch, model, outs.pop(0), *batches[n], f"batch {n + 1}")
+        if use != "twice":
+            with torch.no_grad():
+                _forward(watch, model, batches[2][0], "evaluation")
+        if dist.get_world_size() > 1:  # alone, a line is whole
+            whole = sum(one.units[0].whole_bytes for one in {model, other})
+            kept = watch.left_bytes(model.tensors, other.tensors, batches, enough=whole - 1)
+            watch.seen["at the end"] = {"bytes kept": kept if kept >= whole else 0}
+    return watch.seen
 
 
-def _own(at: At, number: int) -> list[Tensor]:
-    grads = whole_passes(at.options["kind"], number, at.world_size).grads[at.rank]
-    return [rows_of(grad, at.rank, at.world_size) for grad in grads]
+def _batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+    """Return x of a rank, and the gradient from above for three numbers per token."""
+    random = torch.Generator().manual_seed(100 + 10 * number + rank)
+    x, above = torch.randn(2, TOKENS, WIDTH, generator=random, dtype=torch.double)
+    return x.clone().requires_grad_(), above
 
 
-def _grads(
-    factor: Callable[[At], float] = lambda _at: 1.0,
-    of: Callable[[At, int], list[Tensor]] = _mean,
-) -> Callable[[At], list[Tensor]]:
-    """Return the gradients, all passes that are in them, times a factor."""
-
-    def added(at: At) -> list[Tensor]:
-        rounds = [of(at, number) for number in _rounds(at)]
-        return [factor(at) * torch.stack(parts).sum(0) for parts in zip(*rounds, strict=True)]
-
-    return added
+def _forward(watch: Watch, model: Model, x: Tensor, label: str) -> Tensor:
+    """Watch a forward."""
+    with watch.step(f"{label}, forward", module=model.module, x=x) as step:
+        out: Tensor = model.module(x)
+    step.show(output=out, units=", ".join(unit.state for unit in model.units))
+    if len(model.units) > 1:  # which of the two gathers first is free
+        step.show(**{ORDER: []})
+    return out
 
 
-def _one_pass(position: int) -> Callable[[At], list[Tensor]]:
-    return lambda at: _mean(at, _rounds(at)[position])
+def _backward(
+    watch: Watch, model: Model, out: Tensor, x: Tensor, above: Tensor, label: str
+) -> None:
+    """Watch a backward."""
+    with watch.step(f"{label}, backward", module=model.module, shards=model.shards) as step:
+        out.backward(above[:, : out.shape[1]])
+    grads = [shard.grad for shard in model.shards]
+    line = sum(unit.pack(unit.whole)[0].nbytes for unit in model.units)
+    step.show(
+        gradients=model.grads,
+        units=", ".join(unit.state for unit in model.units),
+        **{
+            "gradient of x": x.grad,
+            "parameters with a gradient": sum(param.grad is not None for param in model.params),
+            "bytes of gradients": max(line, held_bytes(*grads)),
+        },
+    )
+    if len(model.units) > 1:
+        step.show(**{ORDER: []})
+    elif dist.get_world_size() == 1:  # then it may do without any call
+        step.show(**{UNWAITED: [], ORDER: [one for one in step.shown[ORDER] if one == "gather"]})
 
 
-def _params(at: At) -> list[Tensor]:
-    params = [param.detach() for param in _module(at).parameters()]
-    return [rows_of(param, at.rank, at.world_size) for param in params]
+def _runs(p: int) -> list[dict[str, Any]]:
+    uses = ("beside", "twice", "nested") if p == WORLDS[0] else ("beside",)
+    return [{}, {"kind": Small}, *({"use": use} for use in uses)]
 
 
-def _not_cut(at: At) -> list[Tensor]:
-    """Return what comes of packed gradients where the padding stays between them."""
-    by_rank = whole_passes(at.options["kind"], _rounds(at)[0], at.world_size).grads
-    row = pack([torch.stack(g).mean(0) for g in zip(*by_rank, strict=True)], at.world_size)[at.rank]
-    shards, begin = [], 0
-    for shard in _params(at):
-        shards.append(row[begin : begin + shard.numel()].view_as(shard))
-        begin += shard.numel()
-    return shards
-
-
-def _out(at: At) -> Tensor:
-    return whole_passes(at.options["kind"], _number(at), at.world_size).outs[at.rank]
-
-
-def _x_grad(at: At) -> Tensor:
-    return whole_passes(at.options["kind"], _number(at), at.world_size).x_grads[at.rank]
-
-
-def _bytes(at: At) -> int:
-    return 8 * packed_numel(_module(at), at.world_size)
-
-
-def _needed(*kinds: str) -> Callable[[At], list[tuple[str, int]]]:
-    return lambda at: [(kind, _bytes(at)) for kind in kinds] * (1 + _is_twice(at))
-
-
-def _in_training(expectation: Callable[[At], None]) -> Callable[[At], None]:
-    return lambda at: expectation(at) if at.label != EVALUATION else None
-
-
-def _of_one_unit(expectation: Callable[[At], None]) -> Callable[[At], None]:
-    return lambda at: None if at.options.get("nested") else expectation(at)
-
-
-def _is_nan(_at: At, got: Tensor, _item: int | None) -> bool:
-    return bool(got.isnan().any())
-
-
-def _runs(p: int) -> list[dict[str, object]]:
-    kinds: list[dict[str, object]] = [{"kind": kind} for kind in MODULES]
-    uses = ("twice", "beside", "nested") if p == WORLDS[0] else ("beside",)
-    return [*kinds, *({"kind": "three layers", use: True} for use in uses)]
-
-
-BESIDE_ANOTHER = ((lambda at, *_: bool(at.options.get("beside")), OF_THE_CLASS),)
+WORLDS = (3, 2, 5, 1)
 SENDS = "dist.reduce_scatter_single(mean, sent.flatten())"
 DIVIDES = "mean /= dist.get_world_size()"
-ADDS = "grad if shard.grad is None else shard.grad + grad"
 PACKS = "unit.pack([param.grad for param in unit.params])"
 REGATHERS = "output.register_hook(lambda grad: self.unit.gather())"
 FILLS = "self.unit, self.missing = unit, set(unit.params)"
-REFILLS = "            self.missing = set(unit.params)"
-LAST = "if not self.missing:"
-ZEROS = "[torch.zeros_like(p) if p.grad is None else p.grad for p in unit.params]"
+REFILLS = "            self.missing = set(unit.params)\n"
 
 HOOKS = Exercise(
     key="fsdp-2",
     title="the hooks of a unit",
-    check=OnRanks(
+    check=ByExample(
         observe_on_rank=passes,
         worlds=WORLDS,
         runs=_runs,
-        trouble=(
-            ("raised", BESIDE, OF_THE_CLASS),
-            ("raised", "hook on a tensor that doesn't require", EVALUATE),
-            ("raised", "assign a gradient", GRAD_SHAPE),
-            ("raised", "pass [23].*NoneType", ANEW),
-            ("raised", "NoneType", INCOMPLETE),
+        facets=(
+            *(UNWAITED, "output", "units", "gradient of x", "gradients", ORDER),
+            *("parameters with a gradient", *ALWAYS, "bytes of gradients", "bytes kept"),
         ),
-        expect=(
-            ALL_WAITED,
-            Numbers(
-                "out",
-                _out,
-                rtol=1e-11,
-                what="the output",
-                predicates=((lambda at, *_: at.label == EVALUATION, EVALUATE), *BESIDE_ANOTHER),
-                look=GATHER,
-            ),
-            _of_one_unit(
-                Calls(
-                    unless_alone(_needed("all_gather"), "forward"),
-                    other_kind=GATHER_ONCE,
-                    look=GATHER_ONCE,
-                    value="forward",
-                )
-            ),
-            Demand(
-                lambda at: at.label != EVALUATION or not at.seen.whole_between,
-                "the unit is still whole",
-                EVALUATE,
-            ),
-            Demand(
-                lambda at: not at.seen.whole_between,
-                "the unit is still whole after forward",
-                NEVER_FREED,
-            ),
-            _in_training(
-                Numbers(
-                    "x_grad",
-                    _x_grad,
-                    rtol=1e-11,
-                    what="the gradient of the input",
-                    predicates=(*BESIDE_ANOTHER, (_is_nan, AGAIN)),
-                    look=X_GRAD,
-                )
-            ),
-            _in_training(
-                Numbers(
-                    "grads",
-                    _grads(),
-                    rtol=1e-11,
-                    what="the gradient of a shard",
-                    predicates=(
-                        *BESIDE_ANOTHER,
-                        (lambda at, got, _i: got is None and "nested" in at.options, NESTED),
-                        (lambda _at, got, _item: got is None, NOT_SENT),
-                        (_is_nan, AGAIN),
-                    ),
-                    causes=(
-                        (SUMMED, _grads(lambda at: at.world_size)),
-                        (AVERAGED_TWICE, _grads(lambda at: 1 / at.world_size)),
-                        (OWN, _grads(of=_own)),
-                        (OWN, _grads(lambda at: 1 / at.world_size, _own)),
-                        (OVERWRITTEN, _one_pass(-1)),
-                        (ANEW, _one_pass(0)),
-                        (MEAN_OF_PASSES, _grads(lambda at: 1 / len(_rounds(at)))),
-                        (PARAMETERS, _params),
-                        (TAIL, _not_cut),
-                    ),
-                    shape=GRAD_SHAPE,
-                    look=INCOMPLETE,
-                )
-            ),
-            Demand(
-                lambda at: at.seen.beside_sent, "the second object has no gradient", OF_THE_CLASS
-            ),
-            _of_one_unit(
-                _in_training(
-                    Calls(
-                        unless_alone(_needed("all_gather", "reduce_scatter"), "backward"),
-                        other_kind=ALL_REDUCE,
-                        symptoms=((lambda got, need: len(got) > len(need), ONE_MESSAGE),),
-                        look=CALLS,
-                        value="backward",
-                    )
-                )
-            ),
-            Demand(lambda at: not at.seen.whole_after, "backward has ended", FREE_LAST),
-            Demand(
-                lambda at: not at.seen.with_grad,
-                lambda at: f"{at.seen.with_grad} parameters have a gradient",
-                WHOLE_GRADS,
-            ),
-            Bytes(
-                "grad_bytes",
-                lambda at: _bytes(at) // at.world_size,
-                KEEPS_BUFFER,
-                what="the gradients of the shards keep",
-            ),
-            Bytes("alive_bytes", lambda at: _bytes(at) - 1, LEFT, what="after backward it keeps"),
+        rtol=1e-11,
+        looks=(
+            (UNWAITED, NOT_WAITED),
+            ("gradients", MEAN),
+            ("units", FREE),
+            (ORDER, CALLS),
+            ("parameters with a gradient", WHOLE_GRADS),
+            ("bytes of gradients", KEEPS_BUFFER),
+            ("bytes kept", LEFT),
         ),
         success="Gathered, used, freed, twice; then shards of the mean, one message, nothing left.",
     ),
@@ -299,57 +289,26 @@ HOOKS = Exercise(
         ),
         Edit("if output.requires_grad:", "if True:", EVALUATE),
         Edit(REGATHERS, "pass", AGAIN),
-        Edit(
-            REGATHERS,
-            "pass",
-            AGAIN,
-            also=(
-                (
-                    "self.missing.discard(param)",
-                    "if len(self.missing) == len(self.unit.params):\n    self.unit.gather()\n"
-                    "self.missing.discard(param)",
-                ),
-            ),
-        ),
         Edit("            unit.free()", "            pass", FREE_LAST),
         Edit(DIVIDES, "pass", SUMMED),
-        Edit(DIVIDES, "mean /= dist.get_world_size() ** 2", AVERAGED_TWICE),
         Edit(SENDS, "mean = sent[dist.get_rank()].clone()", OWN),
-        Edit(SENDS, "mean = sent[dist.get_rank()].clone() * dist.get_world_size()", OWN),
-        Edit(SENDS, "dist.all_reduce(sent)\nmean = sent[dist.get_rank()].clone()", ALL_REDUCE),
-        Edit(SENDS, "dist.reduce_scatter_single(mean, sent.flatten(), async_op=True)", NOT_WAITED),
+        Edit(SENDS, SENDS.replace("flatten()", "flatten(), async_op=True"), NOT_WAITED),
+        Edit(SENDS, "dist.all_reduce(sent)\nmean = sent[dist.get_rank()].clone()", CALLS),
+        Edit("grad if shard.grad is None else shard.grad + grad", "grad", OVERWRITTEN),
+        Edit(REFILLS, "", ANEW),
         Edit(
-            PACKS,
-            "unit.pack([param.grad for param in unit.params])\n"
-            "for grad in [param.grad for param in unit.params[1:]]:\n"
-            "    each = unit.pack([torch.zeros_like(p) for p in unit.params])\n"
-            "    dist.reduce_scatter_single(each[0].clone(), each.flatten())",
-            ONE_MESSAGE,
+            "self.unit.gather()\n\n",
+            "self.unit.gather()\n        self.missing = set(self.unit.params)\n\n",
+            ANEW,
+            also=((REFILLS, ""),),
         ),
-        Edit(ADDS, "grad", OVERWRITTEN),
-        Edit(ADDS, "grad if shard.grad is None else (shard.grad + grad) / 2", MEAN_OF_PASSES),
-        Edit("self.missing = set(unit.params)\n            ", "", ANEW),
         Edit("param.grad = None", "pass", WHOLE_GRADS),
-        Edit(
-            LAST,
-            "if len(self.missing) == len(self.unit.params) - 1:",
-            AGAIN,
-            also=((PACKS, f"unit.pack({ZEROS})"),),
-        ),
-        Edit(
-            LAST,
-            "if param is self.unit.params[0]:",
-            AGAIN,
-            also=((PACKS, f"unit.pack({ZEROS})"),),
-        ),
-        Edit(PACKS, "unit.pack([param.detach() for param in unit.params])", PARAMETERS),
         Edit(
             "unit.unpack(mean)",
             "[part.view_as(shard) for shard, part in zip(unit.shards, mean.split([*[s.numel() for "
             "s in unit.shards], len(mean) - sum(s.numel() for s in unit.shards)]))]",
             TAIL,
         ),
-        Edit("unit.unpack(mean)", "[mean for _ in unit.shards]", GRAD_SHAPE),
         Edit(PACKS, f"{PACKS}\nself.__dict__.setdefault('all', []).append(sent)", LEFT),
         Edit(
             SENDS,
@@ -360,38 +319,14 @@ HOOKS = Exercise(
             FILLS,
             "self.unit, self.module, self.missing = unit, module, set(module.parameters())",
             NESTED,
-            also=((REFILLS, "            self.missing = set(self.module.parameters())"),),
-        ),
-        Edit(
-            "self.unit.gather()\n\n",
-            "self.unit.gather()\n        self.missing = set(self.unit.params)\n\n",
-            ANEW,
-            also=((f"{REFILLS}\n", ""),),
+            also=((REFILLS, "            self.missing = set(self.module.parameters())\n"),),
         ),
         Edit(
             FILLS,
-            "self.unit = unit\nself.missing.update(unit.params)",
-            OF_THE_CLASS,
-            also=(
-                ("def __init__", "missing = set()\n\ndef __init__"),
-                (REFILLS, "            self.missing.update(unit.params)"),
-            ),
-        ),
-        Edit(
-            "self.unit, self.missing = unit, set(unit.params)",
             "self.unit, Hooks.missing = unit, set(unit.params)",
-            OF_THE_CLASS,
-            also=(
-                (
-                    "self.missing = set(unit.params)\n            ",
-                    "Hooks.missing = set(unit.params)\n            ",
-                ),
-            ),
+            SHARED,
+            also=((REFILLS, REFILLS.replace("self", "Hooks")),),
         ),
-        Edit(
-            "self.unit, self.missing = unit, set(unit.params)",
-            "Hooks.unit, self.missing = unit, set(unit.params)",
-            OF_THE_CLASS,
-        ),
+        *(*HAS_STATE, SEEDS),
     ),
 )

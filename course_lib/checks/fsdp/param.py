@@ -1,48 +1,42 @@
 """Exercise 1 of 10_fsdp: one parameter, sharded on dim 0 as torch.chunk does, and gathered."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import Bytes, Calls, Demand, Lasting, Numbers, Untouched
-from course_lib.checks.fsdp.param_use import CHANGE, WORLDS, use_params
-from course_lib.checks.on_ranks import At, OnRanks
-from course_lib.checks.zero.parts import ALL_WAITED, NOT_WAITED, OF_THE_CLASS, unless_alone
+from course_lib.checks.fsdp.parts import MemoryWatch, held_bytes, num_rows
+from course_lib.checks.judge import ByExample
+from course_lib.checks.properties import CALLERS, NOT_WAITED, SHARED
+from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch
 
 A_PARAM = Cause("An optimizer steps it: self.shard is an nn.Parameter.")
 ROWS = Cause(
-    "Rank r keeps rows r * m to (r + 1) * m - 1, m = ceil(n / p), as torch.chunk splits: the last "
-    "ranks may have fewer, or none."
-)
-GATHERED = Cause(
-    "The shards are right: does gather() send self.shard, and return rows in rank order?"
+    "Rank r keeps rows r * m to (r + 1) * m - 1, m = ceil(n / p), without padding, as torch.chunk "
+    "splits: the last ranks may have fewer, or none: [0, ...]."
 )
 SPLIT = Cause(
     "tensor_split makes the shards as even as they can be; torch.chunk, and fully_shard, give each "
     "rank ceil(n / p) rows until there are none."
 )
 DROPS = Cause("The rest is lost: n // p rows on each rank are too few. Round up.")
-REVERSED = Cause("The order of the ranks is reversed: rank 0 keeps the first rows.")
-IN_TURNS = Cause("Those are every p-th row: a shard is rows that stand one after the other.")
-OTHER_DIM = Cause("That is split on the last dim: cut the rows, dim 0.")
-SHAPE = Cause(
-    "A shard has only this rank's rows, without padding, and all other dims; without rows, it is "
-    "[0, ...]."
-)
 VIEW = Cause(
     "The shard is a view, and keeps the whole parameter alive: its rows need memory of their own. "
     "Try clone()."
 )
 TRAINED = Cause("The shard of a frozen parameter is frozen, that of a trained one trained.")
+GATHERED = Cause(
+    "The shards are right: does gather() send self.shard, and return rows in rank order, with the "
+    "parameter's shape and dtype?"
+)
 OWN = Cause("Only this rank's own rows are there: the others' come with an all_gather.")
 TAIL = Cause("The padding is still there: cut it off, the parameter has as many rows as before.")
-WHOLE_SHAPE = Cause("Give the rows the parameter's shape again.")
-DTYPE = Cause(
-    "Keep the parameter's dtype in self.shard and in each buffer (new_empty), and convert nothing."
-)
 STRIDES = Cause(
     "What gather() returns is contiguous, also where the parameter lay transposed: copy the rows "
     "into a new buffer."
@@ -52,207 +46,155 @@ STALE = Cause(
     "That is what the shard was before it changed, by a step or by loading into shard.data: gather "
     "self.shard, each time anew."
 )
-ONE_GATHER = Cause(
-    "One all_gather is enough, with equal messages: each rank pads its rows to ceil(n / p)."
+KEEPS = Cause("A later call has changed what this one returned: return a new tensor each time.")
+ONE_GATHER = Cause("One all_gather is enough, with equal messages, which all ranks pad to m rows.")
+PADDED = Cause(
+    "Every rank makes the same call, one without rows, too, and the messages of an all_gather are "
+    "equally long: pad the rows to ceil(n / p)."
 )
-NOT_PADDED = Cause(
-    "Messages of an all_gather are equally long: pad the rows to ceil(n / p), also where a rank "
-    "has none."
-)
-EVERY_RANK = Cause("Not every rank makes the call: one without rows has to take part, too.")
 HOLDS = Cause(
     "More than the shard is kept: in an attribute, a list or a buffer? Keep only self.shard and "
     "sizes."
 )
+CHANGE = 3  # what rank r adds to its shard between the two gathers: this plus r
 
 
-def _whole(at: At) -> Tensor:
-    whole: Tensor = at.seen.sharding.numbers()
-    return whole
+@dataclass(frozen=True)
+class Given:
+    """A parameter; the one beside it has the same shape, and its numbers are below zero."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float64
+    trained: bool = True
+    transposed: bool = False
+
+    def param(self, sign: int = 1) -> nn.Parameter:
+        """Return it: its numbers are all different."""
+        numbers = sign * (1 + torch.arange(math.prod(self.shape))).view(self.shape).to(self.dtype)
+        return nn.Parameter(numbers.t().contiguous().t() if self.transposed else numbers)
+
+    def __str__(self) -> str:
+        words = "trained" if self.trained else "frozen"
+        words += ", transposed" if self.transposed else ""
+        return f"{list(self.shape)} in {str(self.dtype).removeprefix('torch.')}, {words}"
 
 
-def _rows(at: At, rank: int) -> slice:
-    rows: slice = at.seen.sharding.rows_of(rank, at.world_size)
-    return rows
+PARAMS = (
+    Given((5, 3)),  # 2, 2, 1 rows on three ranks, 1 on each of five
+    Given((6, 2), torch.float32),  # 2, 2, 2, 0, 0 rows on five ranks
+    Given((7,)),
+    Given((1, 4)),
+    Given((3, 2, 2), torch.float16, trained=False),
+    Given((4, 3), transposed=True),
+    Given((2, 3), torch.bfloat16, trained=False),
+)
 
 
-def _mine(at: At) -> Tensor:
-    return _whole(at)[_rows(at, at.rank)]
+def use(rank: int, answer: Callable[..., Any], gathers: bool) -> dict[str, Any]:
+    """Shard every parameter, and one beside it; in another run, gather them, twice."""
+    values, sharded = dict[str, Any](), list[Any]()
+    with MemoryWatch() as watch:
+        for given in PARAMS:
+            name, (param, other) = str(given), (given.param(sign) for sign in (1, -1))
+            for one in (param, other):
+                one.requires_grad_(given.trained)
+            with watch.step(name, param=param) as step:
+                first, beside = answer(param), answer(other)
+            sharded += [first, beside]
+            step.show(**_of_shard(getattr(first, "shard", None), param))
+            del param, other, one
+            if gathers:
+                _gather(watch, name, rank, first, beside, values)
+        with watch.step("at the end") as step:
+            step.show(result=values)
+        if gathers:
+            shards = [(one.shard, one.shard.grad) for one in sharded]
+            watch.seen["at the end"]["bytes kept"] = watch.left_bytes(shards, values)
+    return watch.seen
 
 
-def _changed(at: At) -> Tensor:
-    """Return the parameter after every rank has changed its shard."""
-    whole = _whole(at)
-    for rank in range(at.world_size):
-        whole[_rows(at, rank)] += CHANGE + rank
-    return whole
+def _of_shard(shard: Any, param: Tensor) -> dict[str, Any]:
+    """Return the facets of a shard; it may lie in a buffer for a full one."""
+    p, held = dist.get_world_size(), held_bytes(shard)
+    full = num_rows(param, p) * param[:1].nbytes
+    place = shard.untyped_storage().data_ptr() if isinstance(shard, Tensor) else None
+    shares = place == param.untyped_storage().data_ptr()
+    return {
+        "shard": shard,
+        "kind of shard": "a parameter" if isinstance(shard, nn.Parameter) else str(type(shard)),
+        "requires_grad of shard": getattr(shard, "requires_grad", None),
+        "memory of shard": "the parameter's" if shares else f"{max(held, full)} bytes",
+    }
 
 
-def _dropped(at: At) -> Tensor:
-    rows = len(_whole(at)) // at.world_size
-    return _whole(at)[at.rank * rows : (at.rank + 1) * rows]
+def _gather(
+    watch: Watch, name: str, rank: int, one: Any, beside: Any, values: dict[str, Any]
+) -> None:
+    """Gather a parameter, and again after all ranks have changed their shards."""
+    trained = one.shard.requires_grad
+    one.shard.grad = one.shard.detach().clone() if trained else None
+    for label in (f"{name}, gathered", f"{name}, after a change"):
+        with watch.step(label, shard=one.shard) as step:
+            values[label] = result = one.gather()
+        is_tensor = isinstance(result, Tensor)
+        step.show(
+            result=result,
+            contiguous=is_tensor and result.is_contiguous(),
+            grad=one.shard.grad,
+            **{"requires_grad of result": is_tensor and result.requires_grad},
+        )
+        if dist.get_world_size() == 1:  # then it may do without any call
+            step.show(**{UNWAITED: [], ORDER: []})
+        beside.gather()
+        one.shard.data = one.shard.data + (CHANGE + rank)  # as of a checkpoint: in other memory
 
 
-def _last_dim(at: At) -> Tensor:
-    parts = _whole(at).chunk(at.world_size, dim=-1)
-    return parts[at.rank] if at.rank < len(parts) else parts[0][..., :0]
-
-
-def _padded(at: At) -> Tensor:
-    whole, rows = _whole(at), at.seen.sharding.num_rows(at.world_size)
-    padding = whole.new_zeros(rows * at.world_size - len(whole), *whole.shape[1:])
-    return torch.cat([whole, padding])
-
-
-def _only_own(at: At) -> Tensor:
-    own = torch.zeros_like(_whole(at))
-    own[_rows(at, at.rank)] = _mine(at)
-    return own
-
-
-def _needed(at: At) -> list[tuple[str, int]]:
-    return [("all_gather", at.seen.sharding.padded_bytes(at.world_size))]
-
-
-def _of_another(_at: At, got: Tensor, _item: int | None) -> bool:
-    """Return whether these are numbers of the parameter beside: they are below zero."""
-    return got.numel() > 0 and bool((got < 0).all())
-
-
-ANOTHER = ((_of_another, OF_THE_CLASS),)
 GATHERS = "dist.all_gather_single(whole, padded)"
 COPIES = "padded[: len(self.shard)] = self.shard.detach()"
 NEW = "padded.new_empty(self.p * self.rows, *self.shape[1:])"
 CUT = "return whole[: self.shape[0]]"
-ROUNDED_UP = "-(-len(param) // self.p)"
-BEGIN = "self.rows * dist.get_rank()"
-
-
-def _judge_shards(at: At) -> None:
-    """Judge the shard of every rank, before anything that is gathered from them."""
-    for other in at.everyone:
-        for expectation in SHARD:
-            expectation(other)
-
-
-SHARD: tuple[Callable[[At], None], ...] = (
-    Demand(lambda at: at.seen.is_param, "self.shard is not a parameter", A_PARAM),
-    Numbers(
-        "shard",
-        _mine,
-        what="the shard",
-        shape=SHAPE,
-        dtype=DTYPE,
-        predicates=ANOTHER,
-        causes=(
-            (SPLIT, lambda at: _whole(at).tensor_split(at.world_size)[at.rank]),
-            (DROPS, _dropped),
-            (REVERSED, lambda at: _whole(at)[_rows(at, at.world_size - 1 - at.rank)]),
-            (IN_TURNS, lambda at: _whole(at)[at.rank :: at.world_size]),
-            (OTHER_DIM, _last_dim),
-        ),
-        look=ROWS,
-    ),
-    Demand(
-        lambda at: at.seen.trained == at.seen.sharding.trained,
-        lambda at: f"requires_grad of the shard is {at.seen.trained}",
-        TRAINED,
-    ),
-    Demand(lambda at: not at.seen.shares, "the shard is the parameter's memory", VIEW),
-    Bytes(
-        "shard_bytes",
-        lambda at: at.seen.sharding.padded_bytes(at.world_size) // at.world_size,
-        VIEW,
-        what="the shard keeps",
-    ),
-)
+MAKES = "self.shard = nn.Parameter(mine"
 
 PARAM = Exercise(
     key="fsdp-1",
     title="one parameter, sharded on dim 0",
-    check=OnRanks(
-        observe_on_rank=use_params,
-        worlds=WORLDS,
-        trouble=(
-            ("hang", "", EVERY_RANK),
-            ("mismatch", lambda trouble: len(set(trouble.mismatched)) > 1, EVERY_RANK),
-            ("mismatch", "", NOT_PADDED),
-            ("raised", "dtype", DTYPE),
-            ("raised", "tensor size|outputShape|same size|equal size", NOT_PADDED),
+    check=ByExample(
+        observe_on_rank=use,
+        worlds=(3, 2, 5, 1),  # five: more than the text shows, and more than there are rows
+        runs=lambda _p: ({"gathers": False}, {"gathers": True}),
+        facets=(
+            *("kind of shard", "shard", "requires_grad of shard", "memory of shard"),
+            *(*ALWAYS, "result", ORDER, "contiguous", "requires_grad of result", "grad"),
+            "bytes kept",
         ),
-        expect=(
-            ALL_WAITED,
-            Untouched(),
-            _judge_shards,
-            Numbers(
-                "value",
-                _whole,
-                what="the parameter",
-                shape=WHOLE_SHAPE,
-                dtype=DTYPE,
-                predicates=ANOTHER,
-                causes=((TAIL, _padded), (OWN, _only_own)),
-                look=GATHERED,
-            ),
-            Demand(lambda at: at.seen.contiguous, "the parameter is not contiguous", STRIDES),
-            Demand(lambda at: not at.seen.followed, "the result requires grad", FOLLOWED),
-            Lasting(),
-            Numbers(
-                "again",
-                _changed,
-                what="the parameter after a change",
-                dtype=DTYPE,
-                predicates=ANOTHER,
-                causes=((STALE, _whole),),
-                look=STALE,
-            ),
-            Calls(unless_alone(_needed), other_kind=ONE_GATHER, look=ONE_GATHER),
-            Bytes("left_bytes", lambda _at: 0, HOLDS),
+        looks=(
+            ("mismatch", PADDED),
+            ("hang", PADDED),
+            (UNWAITED, NOT_WAITED),
+            ("kind of shard", A_PARAM),
+            ("shard", ROWS),
+            ("requires_grad of shard", TRAINED),
+            ("memory of shard", VIEW),
+            ("result", GATHERED),
+            (ORDER, ONE_GATHER),
+            ("contiguous", STRIDES),
+            ("requires_grad of result", FOLLOWED),
+            ("grad", CALLERS),
+            ("bytes kept", HOLDS),
         ),
         success="Rows as torch.chunk splits, on 1, 2, 3, 5 ranks; one all_gather; no copy stays.",
     ),
     wrong=(
-        Edit(ROUNDED_UP, "len(param) // self.p", DROPS),
-        Edit(
-            "self.shard = nn.Parameter(mine",
-            "mine = param.detach().tensor_split(self.p)[dist.get_rank()]\n"
-            "self.shard = nn.Parameter(mine",
-            SPLIT,
-        ),
-        Edit(BEGIN, "self.rows * (self.p - 1 - dist.get_rank())", REVERSED),
-        Edit(f"[{BEGIN} :][: self.rows]", "[dist.get_rank() :: self.p]", IN_TURNS),
-        Edit(
-            "self.shard = nn.Parameter(mine",
-            "mine = [*param.detach().chunk(self.p, -1), *[param[..., :0]] * self.p]"
-            "[dist.get_rank()]\nself.shard = nn.Parameter(mine",
-            OTHER_DIM,
-        ),
-        Edit("mine.clone()", "mine.clone() if len(mine) else param.new_empty(0)", SHAPE),
-        Edit("mine.clone()", "mine.flatten()", SHAPE),
+        Edit("-(-len(param) // self.p)", "len(param) // self.p", DROPS),
+        Edit(MAKES, f"mine = param.detach().tensor_split(self.p)[dist.get_rank()]\n{MAKES}", SPLIT),
+        Edit("mine.clone()", "mine.clone() if len(mine) else param.new_empty(0)", ROWS),
         Edit("mine.clone()", "mine", VIEW),
-        Edit("mine.clone()", "mine if self.p == 1 else mine.clone()", VIEW),
-        Edit(GATHERS, f"self.shard.grad = None\n{GATHERS}", Untouched().cause),
-        Edit(
-            "mine.clone(), param.requires_grad", "mine.clone(), mine.is_floating_point()", TRAINED
-        ),
+        Edit("mine.clone(), param.requires_grad", "mine.clone(), param.is_leaf", TRAINED),
         Edit("nn.Parameter(mine.clone(), param.requires_grad)", "mine.clone()", A_PARAM),
-        Edit(GATHERS, f"whole.zero_()\nwhole[{BEGIN} :][: self.rows] = padded", OWN),
+        Edit(GATHERS, "whole.zero_()[dist.get_rank() * self.rows :][: self.rows] = padded", OWN),
         Edit(CUT, "return whole", TAIL),
-        Edit(CUT, "return whole[: self.shape[0]].flatten()", WHOLE_SHAPE),
-        Edit(CUT, "return whole[: self.shape[0]].float()", DTYPE),
-        Edit(NEW, "torch.empty(self.p * self.rows, *self.shape[1:])", DTYPE),
-        Edit(
-            "mine.clone()",
-            "mine.clone().bfloat16()",
-            DTYPE,
-            also=(("param.requires_grad", "param.is_floating_point() and param.requires_grad"),),
-        ),
         Edit(CUT, f"{CUT}.t().contiguous().t() if whole.dim() == 2 else {CUT[7:]}", STRIDES),
-        Edit(
-            CUT,
-            f"{CUT}.requires_grad_(self.shard.requires_grad)",
-            FOLLOWED,
-        ),
+        Edit(CUT, f"{CUT}.requires_grad_(self.shard.requires_grad)", FOLLOWED),
         Edit(
             COPIES,
             "self.first = getattr(self, 'first', self.shard.detach().clone())\n"
@@ -260,29 +202,12 @@ PARAM = Exercise(
             STALE,
         ),
         Edit(
-            COPIES,
-            "self.rows_here = getattr(self, 'rows_here', self.shard.detach())\n"
-            "padded[: len(self.shard)] = self.rows_here",
-            STALE,
-        ),
-        Edit(
-            GATHERS,
-            "if not hasattr(self, 'rows_of_all'):\n"
-            f"    {GATHERS}\n    self.rows_of_all = whole.tolist()\n"
-            "whole = torch.tensor(self.rows_of_all, dtype=whole.dtype)",
-            STALE,
-        ),
-        Edit(
             "whole = padded.new_empty",
             "self.whole = getattr(self, 'whole', None)\n"
             "whole = self.whole = self.whole if self.whole is not None else padded.new_empty",
-            Lasting().cause,
+            KEEPS,
         ),
-        Edit(
-            "self.shard = nn.Parameter(mine",
-            "self.param = param\nself.shard = nn.Parameter(mine",
-            HOLDS,
-        ),
+        Edit(MAKES, f"self.param = param\n{MAKES}", HOLDS),
         Edit(CUT, f"self.last = whole\n{CUT}.clone()", HOLDS),
         Edit(
             GATHERS,
@@ -291,12 +216,12 @@ PARAM = Exercise(
             ONE_GATHER,
         ),
         Edit(GATHERS, "dist.all_gather_single(whole, padded, async_op=True)", NOT_WAITED),
-        Edit(GATHERS, f"if len(self.shard):\n    {GATHERS}", EVERY_RANK),
-        Edit(GATHERS, "dist.all_gather_single(whole, self.shard.detach())", NOT_PADDED),
+        Edit(GATHERS, f"if len(self.shard):\n    {GATHERS}", PADDED),
+        Edit(GATHERS, "dist.all_gather_single(whole, self.shard.detach())", PADDED),
         Edit(
-            "self.shard = nn.Parameter(mine",
+            MAKES,
             "ShardedParam.latest = nn.Parameter(mine",
-            OF_THE_CLASS,
+            SHARED,
             also=(
                 (
                     "def gather(self):",
@@ -304,11 +229,6 @@ PARAM = Exercise(
                 ),
             ),
         ),
-        Edit(
-            "self.rows = -(",
-            "param.requires_grad_(False)\nself.rows = -(",
-            Untouched().cause,
-            also=(("param.requires_grad)", "mine.is_floating_point())"),),
-        ),
+        Edit(GATHERS, f"self.shard.grad = None\n{GATHERS}", CALLERS),
     ),
 )

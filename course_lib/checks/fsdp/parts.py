@@ -1,57 +1,19 @@
-"""Modules for the checks of 10_fsdp: one with a tied weight, one smaller than its group."""
+"""Tools for the checks of 10_fsdp: how the rows of a tensor are split, and what is kept alive."""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-WIDTH, TOKENS = 3, 2
+from course_lib.checks.watch import Step, Watch
+from course_lib.ranks.held_up import others_are_ready
 
-
-class TiedModel(nn.Module):
-    """Three layers; the first two have one weight, which backward needs twice.
-
-    The last one is the first by name, so that neither end of the list gets its gradient last.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(WIDTH, WIDTH - 1)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second.weight = self.first.weight
-        numbered(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
-
-
-class Small(nn.Module):
-    """A module with one number: fewer than there are ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = nn.Linear(1, 1, bias=False)
-        numbered(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.only(x[:, :1]))
-
-
-MODULES: dict[str, type[nn.Module]] = {"three layers": TiedModel, "one number": Small}
-
-
-def numbered(module: nn.Module) -> None:
-    """Fill a module in float64 with a different value for each number, the same on all ranks."""
-    module.double()
-    random = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for param in module.parameters():
-            param.copy_(torch.randn(param.shape, generator=random, dtype=torch.double))
-
-
-def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:
-    """Return x of a rank, and the gradient from above for three numbers per token."""
-    random = torch.Generator().manual_seed(100 + 10 * number + rank)
-    x, above = torch.randn(2, TOKENS, WIDTH, generator=random, dtype=torch.double)
-    return x, above
+LETS_GO_S, ON_A_BUSY_MACHINE_S = 1.0, 10.0
 
 
 def num_rows(tensor: Tensor, p: int) -> int:
@@ -65,16 +27,61 @@ def rows_of(tensor: Tensor, rank: int, p: int) -> Tensor:
     return tensor[rank * rows : (rank + 1) * rows]
 
 
-def pack(tensors: list[Tensor], p: int) -> Tensor:
-    """Return all tensors as one [p, n]: row r has what rank r keeps of each, padded with zeros."""
-    parts = []
-    for tensor in tensors:
-        padded = tensor.new_zeros(p * num_rows(tensor, p), *tensor.shape[1:])
-        padded[: len(tensor)] = tensor
-        parts.append(padded.view(p, -1))
-    return torch.cat(parts, dim=1)
+def held_bytes(*tensors: Any) -> int:
+    """Return the bytes that tensors keep alive: a view keeps all of what it looks into."""
+    return sum(_storages(tensors).values())
 
 
-def packed_numel(module: nn.Module, p: int) -> int:
-    """Return the numbers of a packed module, with the padding."""
-    return pack([param.detach() for param in module.parameters()], p).numel()
+class MemoryWatch(Watch):
+    """A watch that can tell what is still alive after its steps, of all that is made in it.
+
+    It keeps the steps until then: a thread of gloo lets go of a call's tensors a moment after the
+    call has returned, and where Python does so in that very moment, PyTorch frees them never.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[Step] = []
+
+    def __enter__(self) -> "MemoryWatch":
+        gc.freeze()  # all that is there is hidden from what counts
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        gc.unfreeze()
+
+    @contextmanager
+    def step(self, label: str, **given: Any) -> Iterator[Step]:
+        """Watch the block, as any watch."""
+        with super().step(label, **given) as step:
+            self._steps.append(step)
+            yield step
+
+    def left_bytes(self, *known: Any, enough: int = 0) -> int:
+        """Return the bytes of all tensors alive but the known ones, in lists or dicts, and `seen`.
+
+        Where there are more than `enough`, look again until gloo has let go.
+        """
+        time.sleep(LETS_GO_S / 50)
+        self._steps.clear()
+        start_s, mine = time.perf_counter(), _storages(tree_leaves((known, self.seen)))
+        while True:
+            gc.collect()
+            alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+            found = sum(size for place, size in _storages(alive).items() if place not in mine)
+            limit_s = ON_A_BUSY_MACHINE_S if others_are_ready() else LETS_GO_S
+            if found <= enough or time.perf_counter() - start_s > limit_s:
+                return found
+            time.sleep(LETS_GO_S / 50)
+
+
+def _storages(things: Any) -> dict[int, int]:
+    """Return address and bytes of what tensors and their gradients keep alive."""
+    tensors = [one for one in things if issubclass(type(one), Tensor)]
+    grads = [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    storages = [
+        one.untyped_storage()
+        for one in (*tensors, *grads)
+        if one.layout == torch.strided and not one.is_meta and one.is_floating_point() and one.dim()
+    ]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}

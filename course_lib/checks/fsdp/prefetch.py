@@ -1,24 +1,31 @@
 """Exercise 3 of 10_fsdp: the asynchronous prefetch, judged by the order of its moves.
 
 Overlap is an order, not a duration: the next unit's gather is launched before this unit computes,
-and waited for after that. `_Walk` follows the moves of a step and says which one breaks a rule.
+and waited for after that. When a unit computes, the order tells what is on the way, and which units
+have memory.
 """
 
-from itertools import takewhile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import Bytes, Numbers
-from course_lib.checks.fsdp.prefetch_moves import PrefetchMove, shard_value, steps_of
-from course_lib.checks.on_ranks import At, OnRanks
-from course_lib.checks.zero.parts import BESIDE, OF_THE_CLASS
+from course_lib.checks.fsdp.parts import MemoryWatch
+from course_lib.checks.judge import ByExample
+from course_lib.checks.properties import EVERY_RANK, HAS_STATE, SEEDS
+from course_lib.checks.watch import ALWAYS, ORDER, WAIT, Step, Watch
+from course_lib.ranks.process_group import TracedGroup
 
-OTHER_CALL = Cause("One all_gather of a whole unit is the only call that is needed.")
+STEPS = 2
+
 TWICE = Cause("It is there, or on its way: remember what was launched, and launch it once.")
-ALLOCATE = Cause("A unit has no memory until unit.allocate(): gather into what that returns.")
 OWN_FIRST = Cause("What is needed now leaves first: the link takes one message after another.")
 NOT_GATHERED = Cause(
     "Launch each unit before it computes, and again after a free (backward, next step). Keep its "
@@ -42,157 +49,159 @@ NOT_FREED = Cause(
 )
 KEPT = Cause("With reshard_after_forward=False a unit stays from its forward to its backward.")
 STALE = Cause("Gather unit.shard, each time anew, into what unit.allocate() returns.")
+MOVES = Cause(
+    "When a unit computes, its own gather has completed, that of the next one is on the way, and "
+    "no other unit has memory, unless forward keeps it."
+)
 MORE_MEMORY = Cause(
     "More is alive than the units: a second buffer, a copy, or the memory of a unit after its "
     "free(). Gather unit.shard into what unit.allocate() returns, and keep only handles."
 )
-EVERY_RANK = Cause("Not every rank makes the same calls: all of them prefetch, in one order.")
 
 
-COMPUTES = ("forward", "backward")
+class Unit:
+    """The unit that the answer is given: a shard always, memory for the whole while allocated.
+
+    Units have different sizes, so that the bytes of a call say whose it is.
+    """
+
+    def __init__(self, name: str, size: int, watch: Watch) -> None:
+        self.name, self._watch, self.peers = name, watch, [self]
+        self.shard, self.whole = torch.zeros(size), torch.empty(0)
+
+    @property
+    def call(self) -> str:
+        """What a watched step calls its gather."""
+        return f"all_gather of {dist.get_world_size() * self.shard.nbytes} bytes"
+
+    def allocate(self) -> Tensor:
+        """Return memory for the whole unit."""
+        if self.has_memory:
+            self._watch.mark(f"{self.name} is allocated again")
+        self.whole = torch.full((dist.get_world_size() * len(self.shard),), torch.nan)
+        count = sum(unit.has_memory for unit in self.peers)
+        if count > 2:
+            self._watch.mark(f"{count} units have memory at a time")
+        return self.whole
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.whole = torch.empty(0)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether it is allocated."""
+        return self.whole.numel() > 0
 
 
-class _Walk:
-    """The state of a step while its moves are followed: which units are there, and since when."""
-
-    def __init__(self, moves: list[PrefetchMove], num_units: int, reshard: bool) -> None:
-        self.moves, self.num_units, self.reshard = moves, num_units, reshard
-        self.there, self.launched, self.waited = set[int](), set[int](), set[int]()
-        self.early: int | None = None  # waited for before it was needed
-        self.owed: int | None = None  # has to be freed before anything else computes
-
-    def fault(self) -> tuple[str, Cause] | None:
-        """Return what the first wrong move is, and its cause; None where all are right."""
-        for index, (kind, unit) in enumerate(self.moves):
-            computes = kind in COMPUTES
-            step = self._compute if computes else getattr(self, f"_{kind}")
-            if cause := step(index, unit):
-                verb = kind if computes else f"{kind} of"
-                return f"{verb} unit {unit} of {self.num_units}" if unit >= 0 else "a call", cause
-        if self.owed is not None:
-            return f"unit {self.owed} is there after the step", NOT_FREED
-        return None if not self.there else (f"units {sorted(self.there)} are left", AHEAD)
-
-    def _needed(self, index: int) -> PrefetchMove:
-        """Return what computes next."""
-        later = (move for move in self.moves[index:] if move[0] in COMPUTES)
-        return next(later, ("", -1))
-
-    def _allocate(self, index: int, unit: int) -> Cause | None:
-        if unit in self.there:
-            return TWICE
-        self.there.add(unit)
-        if not self.reshard or len(self.there) <= 2:
-            return None
-        before_next = takewhile(lambda move: move[0] not in COMPUTES, self.moves[index:])
-        late = self.owed is None or ("free", self.owed) in before_next
-        return AHEAD if late else NOT_FREED
-
-    def _launch(self, index: int, unit: int) -> Cause | None:
-        needed = self._needed(index)[1]
-        if unit not in self.there or unit in self.launched:
-            return OTHER_CALL if unit < 0 else TWICE if unit in self.launched else ALLOCATE
-        self.launched.add(unit)
-        return None if needed in self.launched or needed < 0 else OWN_FIRST
-
-    def _wait(self, index: int, unit: int) -> Cause | None:
-        if unit not in self.waited and unit != self._needed(index)[1]:
-            self.early = unit
-        self.waited.add(unit)
-        return None
-
-    def _compute(self, index: int, unit: int) -> Cause | None:
-        kind = self.moves[index][0]
-        following = unit + 1 if kind == "forward" else unit - 1
-        exists = 0 <= following < self.num_units
-        if self.owed is not None:
-            return NOT_FREED
-        if unit not in self.launched:
-            return NOT_GATHERED
-        if unit not in self.waited:
-            return NOT_WAITED
-        if self.early is not None:
-            return WAITS_AT_ONCE
-        if exists and following not in self.launched:
-            return DIRECTION if kind == "backward" and self._looks_back() else NO_PREFETCH
-        kept = set() if self.reshard else set(range(unit))
-        if self.there - kept - {unit, following}:
-            return AHEAD if exists else BEYOND
-        self.owed = unit if self.reshard or kind == "backward" else None
-        return None
-
-    def _looks_back(self) -> bool:
-        """Return whether backward launches units that it has been through."""
-        launches = (i for i, (kind, _) in enumerate(self.moves) if kind == "launch")
-        needed = ((self._needed(i), self.moves[i][1]) for i in launches)
-        return any(kind == "backward" and unit > now for (kind, now), unit in needed)
-
-    def _free(self, index: int, unit: int) -> Cause | None:
-        if not self.reshard and self.moves[index - 1][0] == "forward":
-            return KEPT
-        self.owed = None if unit == self.owed else self.owed
-        for known in (self.there, self.launched, self.waited):
-            known.discard(unit)
-        return None
+def train(
+    rank: int, answer: Callable[..., Any], num_units: int, reshard: bool, beside: bool = False
+) -> dict[str, Any]:
+    """Take two steps with other numbers; another object may take one during each."""
+    with MemoryWatch() as watch:
+        units = [Unit(f"unit {n}", 8 + n, watch) for n in range(num_units)]
+        others = [Unit(f"the other's unit {n}", 50 + n, watch) for n in range(num_units + 1)]
+        for unit in units:
+            unit.peers = units
+        engine, other = answer(units, reshard), answer(others, reshard) if beside else None
+        for number in range(STEPS):
+            for n, unit in enumerate(units):
+                unit.shard.fill_(1.0 + n + 10 * rank + 1000 * number)
+            label = f"step {number + 1}, {num_units} unit{'s' if num_units > 1 else ''}"
+            label += ", beside another object" if beside else ""
+            _step(watch, label, engine, units, other, others)
+        kept = watch.left_bytes([unit.shard for unit in (*units, *others)])
+        watch.seen["at the end"] = {"bytes kept": kept}
+    return watch.seen
 
 
-def _in_order(at: At) -> None:
-    """Demand that every move is in its place."""
-    walk = _Walk(at.seen.moves, at.options["num_units"], at.options["reshard"])
-    if found := walk.fault():
-        at.fail(found[0], OF_THE_CLASS if at.options.get("beside") else found[1])
+def _step(
+    watch: Watch, label: str, engine: Any, units: list[Unit], other: Any, others: list[Unit]
+) -> None:
+    """Watch a step, in which the other object, if there is one, takes a step, too."""
+    used, shards = list[Tensor](), [unit.shard for unit in units]
+    with watch.step(label, units=units, shards=shards) as step, _marking(watch, [*units, *others]):
+
+        def compute(kind: str, number: int) -> None:
+            watch.mark(f"{kind} of {units[number].name}, {_state(step, units)}")
+            used.append(units[number].whole.clone())
+            if other and (kind, number) == ("forward", 0):
+                _pass(other, len(others), lambda *_: None)
+
+        _pass(engine, len(units), compute)
+        watch.mark(f"the step ends, {_state(step, units)}")
+    order = [_named(line, [*units, *others]) for line in step.shown[ORDER]]
+    step.show(used=used, **{ORDER: [line for line in order if not line.endswith(WAIT)]})
 
 
-def _wholes(at: At, step: int) -> list[Tensor]:
-    """Return the numbers of every unit, in the order in which forward and backward use them."""
-    units = range(at.options["num_units"])
-    return [
-        torch.cat(
-            [torch.full((2 + u,), shard_value(u, step, rank)) for rank in range(at.world_size)]
-        )
-        for u in (*units, *reversed(units))
-    ]
+def _pass(engine: Any, num_units: int, compute: Callable[[str, int], None]) -> None:
+    for number in range(num_units):
+        engine.before_forward(number)
+        compute("forward", number)
+        engine.after_forward(number)
+    for number in reversed(range(num_units)):
+        engine.before_backward(number)
+        compute("backward", number)
+        engine.after_backward(number)
 
 
-def _runs(_p: int) -> list[dict[str, object]]:
+def _state(step: Step, units: list[Unit]) -> str:
+    """Return what is on the way, and which units have memory."""
+    allocated = [unit.name for unit in units if unit.has_memory]
+    on_the_way = [_named(name, units) for name in step.unwaited]
+    words = f"with memory for {', '.join(allocated) or 'none'}"
+    return words + (f" and on the way: {', '.join(on_the_way)}" if on_the_way else "")
+
+
+def _named(line: str, units: list[Unit]) -> str:
+    """Say of which unit a gather is."""
+    for unit in units:
+        line = line.replace(unit.call, f"gather of {unit.name}")
+    return line
+
+
+@contextmanager
+def _marking(watch: Watch, units: list[Unit]) -> Iterator[None]:
+    """Mark a call that fills other memory than that of a unit."""
+    start = TracedGroup.collective
+
+    def marking(group: TracedGroup, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        memory = [unit.whole.untyped_storage().data_ptr() for unit in units if unit.has_memory]
+        filled = [one for one in tree_leaves(args[:1]) if isinstance(one, Tensor)]
+        if any(one.untyped_storage().data_ptr() not in memory for one in filled):
+            watch.mark("into memory that is no unit's:")
+        return start(group, method, args, kwargs)
+
+    with patch.object(TracedGroup, "collective", marking):
+        yield
+
+
+def _runs(_p: int) -> list[dict[str, Any]]:
     sizes = [(4, True), (4, False), (2, True), (1, True), (1, False)]
-    plain: list[dict[str, object]] = [{"num_units": n, "reshard": frees} for n, frees in sizes]
+    plain: list[dict[str, Any]] = [{"num_units": n, "reshard": frees} for n, frees in sizes]
     return [*plain, {"num_units": 3, "reshard": True, "beside": True}]
 
 
 LAUNCHES = "dist.all_gather_single(whole, unit.shard, async_op=True)"
-MISSING = "if 0 <= one < len(self.units) and one not in self.works:"
 BOTH = "for one in (number, following):"
 WAITS = "self.works[number].wait()"
 BACK = "self.use(number, number - 1)"
 FORWARD = "self.use(number, number + 1)"
-FORGETS = "del self.works[number]"
-FREES = "if self.reshard:\n            self.free(number)"
+IN_INIT = "self.works = {}"
 
 PREFETCH = Exercise(
     key="fsdp-3",
     title="the asynchronous prefetch",
-    check=OnRanks(
-        observe_on_rank=steps_of,
+    check=ByExample(
+        observe_on_rank=train,
         worlds=(3, 2, 1),
         runs=_runs,
-        trouble=(
-            ("raised", BESIDE, OF_THE_CLASS),
-            ("raised", "IndexError", BEYOND),
-            ("raised", "'wait'", WAITS_AT_ONCE),
-            ("raised", "KeyError", NOT_GATHERED),
-            *((kind, "", EVERY_RANK) for kind in ("mismatch", "hang")),
-        ),
-        expect=(
-            _in_order,
-            Numbers(
-                "used",
-                lambda at: _wholes(at, at.number),
-                what="the unit",
-                causes=((STALE, lambda at: _wholes(at, 0)),),
-                look=STALE,
-            ),
-            Bytes("more_bytes", lambda _at: 0, MORE_MEMORY, what="beside the units it keeps"),
+        facets=(ORDER, "used", *ALWAYS, "bytes kept"),
+        looks=(
+            ("mismatch", EVERY_RANK),
+            (ORDER, MOVES),
+            ("used", STALE),
+            ("bytes kept", MORE_MEMORY),
         ),
         success="One unit ahead, waited for when it is used; if forward frees, two at most.",
     ),
@@ -200,29 +209,12 @@ PREFETCH = Exercise(
         Edit(BOTH, "for one in (number,):", NO_PREFETCH),
         Edit(FORWARD, "self.use(number, number)", NO_PREFETCH),
         Edit(BACK, "self.use(number, number)", NO_PREFETCH),
-        Edit(
-            FREES,
-            f"{FREES}\n        self.launch(number + 1)\n\n    def launch(self, one):\n"
-            "        if one < len(self.units) and one not in self.works:\n"
-            "            unit, whole = self.units[one], self.units[one].allocate()\n"
-            f"            self.works[one] = {LAUNCHES}",
-            NO_PREFETCH,
-            also=((BOTH, "for one in (number,):"),),
-        ),
         Edit(WAITS, "for work in self.works.values():\n    work.wait()", WAITS_AT_ONCE),
         Edit(", async_op=True", "", WAITS_AT_ONCE, also=((WAITS, "pass"),)),
         Edit(", async_op=True", "", WAITS_AT_ONCE),
         Edit(WAITS, "pass", NOT_WAITED),
-        Edit(WAITS, "list(self.works.values())[-1].wait()", NOT_WAITED),
         Edit(BACK, FORWARD, DIRECTION),
-        Edit(BOTH, "for one in (number, following, 2 * following - number):", AHEAD),
         Edit(BOTH, "for one in (number, *range(len(self.units))):", AHEAD),
-        Edit(
-            FORWARD,
-            f"{FORWARD}\nif self.reshard and number:\n    self.free(number - 1)",
-            AHEAD,
-            also=(("if self.reshard:\n", "if self.reshard and number == len(self.units) - 1:\n"),),
-        ),
         Edit(BOTH, "for one in (following, number):", OWN_FIRST),
         Edit("one not in self.works:", "True:", TWICE),
         Edit("0 <= one < len(self.units) and one", "one", BEYOND),
@@ -231,33 +223,19 @@ PREFETCH = Exercise(
         Edit("if self.reshard:", "if number < len(self.units) - 1:", NOT_FREED),
         Edit("if self.reshard:", "if True:", KEPT),
         Edit("self.units[number].free()", "pass", NOT_FREED),
-        Edit(FORGETS, "pass", NOT_GATHERED),
-        Edit(
-            "self.units[one].allocate()",
-            "torch.empty(dist.get_world_size() * len(self.units[one].shard))",
-            ALLOCATE,
-        ),
-        Edit(LAUNCHES, f"{LAUNCHES}\ndist.barrier()", OTHER_CALL),
-        Edit(BOTH, "for one in (number, following)[: 2 - dist.get_rank() % 2]:", NO_PREFETCH),
-        Edit(BOTH, "for one in (number, following)[:: 1 - dist.get_rank() % 2 * 2]:", EVERY_RANK),
+        Edit("del self.works[number]", "pass", NOT_GATHERED),
         Edit(
             "unit.shard, async",
             "self.first.setdefault(one, unit.shard.clone()), async",
             STALE,
-            also=(("self.works = {}", "self.works, self.first = {}, {}"),),
-        ),
-        Edit(
-            LAUNCHES,
-            f"(self.buffer.setdefault(one, whole.clone()), {LAUNCHES})[1]",
-            MORE_MEMORY,
-            also=(("self.works = {}", "self.works, self.buffer = {}, {}"),),
+            also=((IN_INIT, "self.works, self.first = {}, {}"),),
         ),
         Edit(
             LAUNCHES,
             f"(self.kept.update({{one: whole}}), {LAUNCHES})[1]",
             MORE_MEMORY,
-            also=(("self.works = {}", "self.works, self.kept = {}, {}"),),
+            also=((IN_INIT, "self.works, self.kept = {}, {}"),),
         ),
-        Edit("self.works = {}", "Prefetch.works = {}", OF_THE_CLASS),
+        *(*HAS_STATE, SEEDS),
     ),
 )
