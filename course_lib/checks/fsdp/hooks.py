@@ -11,7 +11,7 @@ from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.fsdp.parts import MemoryWatch, held_bytes, num_rows, rows_of
 from course_lib.checks.judge import ByExample
-from course_lib.checks.properties import HAS_STATE, NOT_WAITED, SEEDS, SHARED
+from course_lib.checks.properties import HAS_STATE, NOT_WAITED, SEEDS
 from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch
 
 WIDTH, TOKENS = 3, 2
@@ -311,21 +311,10 @@ HOOKS = Exercise(
         ),
         Edit(PACKS, f"{PACKS}\nself.__dict__.setdefault('all', []).append(sent)", LEFT),
         Edit(
-            SENDS,
-            f"{SENDS}\nsent[dist.get_rank()] = mean\nmean = sent[dist.get_rank()]",
-            KEEPS_BUFFER,
-        ),
-        Edit(
             FILLS,
             "self.unit, self.module, self.missing = unit, module, set(module.parameters())",
             NESTED,
             also=((REFILLS, "            self.missing = set(self.module.parameters())\n"),),
-        ),
-        Edit(
-            FILLS,
-            "self.unit, Hooks.missing = unit, set(unit.params)",
-            SHARED,
-            also=((REFILLS, REFILLS.replace("self", "Hooks")),),
         ),
         *(*HAS_STATE, SEEDS),
     ),

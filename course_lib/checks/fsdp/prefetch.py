@@ -123,13 +123,13 @@ def _step(
     with watch.step(label, units=units, shards=shards) as step, _marking(watch, [*units, *others]):
 
         def compute(kind: str, number: int) -> None:
-            watch.mark(f"{kind} of {units[number].name}, {_state(step, units)}")
+            watch.mark(f"{kind} of {units[number].name} ({_state(step, units)})")
             used.append(units[number].whole.clone())
             if other and (kind, number) == ("forward", 0):
                 _pass(other, len(others), lambda *_: None)
 
         _pass(engine, len(units), compute)
-        watch.mark(f"the step ends, {_state(step, units)}")
+        watch.mark(f"the step ends ({_state(step, units)})")
     order = [_named(line, [*units, *others]) for line in step.shown[ORDER]]
     step.show(used=used, **{ORDER: [line for line in order if not line.endswith(WAIT)]})
 
@@ -146,11 +146,10 @@ def _pass(engine: Any, num_units: int, compute: Callable[[str, int], None]) -> N
 
 
 def _state(step: Step, units: list[Unit]) -> str:
-    """Return what is on the way, and which units have memory."""
-    allocated = [unit.name for unit in units if unit.has_memory]
-    on_the_way = [_named(name, units) for name in step.unwaited]
-    words = f"with memory for {', '.join(allocated) or 'none'}"
-    return words + (f" and on the way: {', '.join(on_the_way)}" if on_the_way else "")
+    """Return the numbers of the units that have memory, and of those that are on the way."""
+    memory = [str(n) for n, unit in enumerate(units) if unit.has_memory]
+    on_the_way = [str(n) for n, unit in enumerate(units) if unit.call in step.unwaited]
+    return f"memory: {', '.join(memory) or 'none'}; on the way: {', '.join(on_the_way) or 'none'}"
 
 
 def _named(line: str, units: list[Unit]) -> str:
