@@ -108,6 +108,7 @@ def train(
             for n, unit in enumerate(units):
                 unit.shard.fill_(1.0 + n + 10 * rank + 1000 * number)
             label = f"step {number + 1}, {num_units} unit{'s' if num_units > 1 else ''}"
+            label += ", forward frees" if reshard else ", forward keeps"
             label += ", beside another object" if beside else ""
             _step(watch, label, engine, units, other, others)
         kept = watch.left_bytes([unit.shard for unit in (*units, *others)])
