@@ -1,62 +1,58 @@
-"""Exercise 1 of 07_tensor_parallel: the pair f and g."""
+"""Exercise 1 of 07_tensor_parallel: the pair f and g.
+
+Rank r's part multiplies by 10**r, so that a wrong sum tells which ranks are in it.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import DTYPE, Demand, Numbers, Untouched
-from course_lib.checks.on_ranks import At, OnRanks
-from course_lib.checks.tensor_parallel.parts import (
-    APART,
-    NEARLY,
-    NOT_A_NAME,
-    NOT_TRAINING,
+from course_lib.checks.judge import ByExample
+from course_lib.checks.on_ranks import copied
+from course_lib.checks.properties import (
+    CALLERS,
+    DIGITS,
+    EVERY_RANK,
+    KEEPS_DTYPE,
+    NAN,
     NOT_WAITED,
-    OTHER_SIZE,
-    OUTSIDE,
-    ROUNDING,
-    nearly,
-    one_sum,
-    same_bits,
+    REDUCES,
 )
-from course_lib.checks.tensor_parallel.seen_pair import observe_uses
-from course_lib.checks.tensor_parallel.whole_pair import (
-    INF,
-    ones_of,
-    out_of,
-    own_matrix,
-    p_of,
-    part_grad_of,
-    total_matrix,
-    use_of,
-    x_grad_of,
-)
+from course_lib.checks.tensor_parallel.parts import APART, NOT_TRAINING, OUTSIDE, is_outside
+from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch, bits_of
 
-F_COPIES = Cause("Your f sums in forward: it should return x unchanged, and sum in backward.")
-NO_SUM = Cause("Does forward of g return the sum?")
+Answer = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+
+RUNS, GETS, RETURNED, SUM = "runs of part", "what part gets", "what part returned", "the sum"
+PART_GRAD, X_GRAD, BITS = "the gradient that part gets", "the gradient of x", "the bits"
+AROUND, TWICE = "the gradient of x with a way around", "the gradient of x with two parts"
+WARNS = "PyTorch warns of a wrong gradient"
+
+F_COPIES = Cause("f returns x unchanged in forward, and sums in backward.")
+EACH_ONCE = Cause("Every rank's part has to be in the sum once: all_reduce a clone, and return it.")
 OWN_SUM = Cause(
     "That is this rank's own partial sum: g has to sum in forward. Do you return the tensor that "
     "was summed?"
 )
 NO_SUM_BACK = Cause(
-    "That is this rank's own term of the gradient: x was used on every rank, so backward of f "
-    "has to sum the gradients of all ranks. Nothing fails without it; the weights before x train "
-    "on one term of their gradient. Do you return the tensor that was summed?"
+    "That is this rank's own term of the gradient: x was used on every rank, so backward of f has "
+    "to sum the gradients of all ranks. Nothing fails without it; the weights before x train on "
+    "one term of their gradient. Do you return the tensor that was summed?"
 )
-DIGITS = Cause("Each rank contributes its own digit: which one is missing, or counted twice?")
-MEAN = Cause("That is the mean. The parts are terms of one sum, so do not divide.")
-BY_FOUR = Cause("Divided by 4. The parts are terms of one sum, on any number of ranks.")
-TWICE = Cause("{p} times too large: summed twice.")
+EACH_TERM = Cause("x was used on every rank: backward of f sums their gradients, each once.")
+MEAN = Cause("That is the mean: terms of a sum add up, and so do gradients. Divide nothing.")
 WHOLE_ALREADY = Cause(
     "{p} times too large: every rank already has the whole gradient of the sum, so g passes it on "
     "unchanged."
 )
 HANDS_ON = Cause("In backward of g, each rank's part gets the gradient of the sum, unchanged.")
-DIVIDED_BACK = Cause("A term of a sum has the gradient of the sum: there is nothing to divide by.")
-MEAN_BACK = Cause("That is the mean: x was used {p} times, and the gradients add up.")
 NO_GRADIENT = Cause("Did detach or no_grad cut the graph? The gradient is what backward returns.")
 KEEPS = Cause(
     "Other code may still need this tensor, and all_reduce works in place: give it a new clone "
@@ -66,211 +62,183 @@ SHARED = Cause(
     "The gradient that reaches x around the part was summed, too. Either the tensor was changed in "
     "place (sum a clone), or you sum at x itself: sum only the gradient that comes from the part."
 )
-TWO_USES = Cause(
-    "Both gradients were in one tensor, and the second one overwrote the first: backward of f "
-    "needs a new tensor each time."
-)
+TWO_USES = Cause("Two uses of x share a tensor: both sums need a new tensor each time.")
 ANY_SHAPE = Cause(
     "x has any shape, and what part returns may have another one: take that of the tensor you sum."
-)
-INF_STAYS = Cause(
-    "inf and nan have to stay: they show that something overflowed, and code that looks for them, "
-    "like a loss scaler, would otherwise continue."
 )
 RUNS_ONCE = Cause(
     "Call part once, and keep what it returns: each further call draws other random numbers "
     "(dropout), updates buffers, and takes the time of one more forward."
 )
-G_SUMS = Cause("In forward g sums the output of part with one all_reduce, and f sends nothing.")
-F_SUMS = Cause("In backward f sums the gradients with one all_reduce, and g sends nothing.")
-SOME_RANKS = Cause(
-    "Only some ranks called all_reduce. Every rank has to call it, even if it contributes zeros."
+BUDGET = Cause(
+    "One all_reduce in each pass, of what is summed, in its own dtype: g in forward, f in backward."
 )
 
 
-def _close(value: str, right: Callable[[At], Any], **more: Any) -> Numbers:
-    """Demand numbers up to the rounding of their dtype; the sums of bfloat16 are exact."""
-    more["otherwise"] = ((nearly(right), NEARLY),)
-    return Numbers(value, right, rtol=_rounding, **more)
+@dataclass(frozen=True)
+class Use:
+    """An x, the gradient from above, and what each rank's part multiplies by: number or matrix."""
+
+    x: Tensor
+    up: Tensor
+    factor: Callable[[int], Tensor]
+    frozen: bool = False  # x needs no gradient
+    no_grad: bool = False
 
 
-def _rounding(at: At) -> float:
-    return 1e-5 if use_of(at).x.dtype == torch.float32 else ROUNDING
+def _digit(rank: int) -> Tensor:
+    return torch.tensor(10.0**rank).double()
 
 
-def _arrives(at: At) -> bool:
-    """Return whether the gradients that are needed are there."""
-    at_part = at.seen.part_grad is not None or use_of(at).no_grad
-    return at_part and (at.seen.x_grad is not None or use_of(at).frozen)
+def _positive(seed: int, *shape: int) -> Tensor:
+    """Return numbers in float32 that do not cancel when they are added up."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
 
 
-def _in_backward(at: At) -> None:
-    """Demand the sum of f, where x needs a gradient."""
-    if not use_of(at).frozen:
-        one_sum("backward", lambda at: use_of(at).x.nbytes, F_SUMS)(at)
+X, UP = torch.arange(1, 7).view(2, 3).double(), torch.arange(3, 9).view(2, 3).double()
+USES = {
+    "x of [2, 3]": Use(X, UP, _digit),
+    "x of [1, 3, 5] in bfloat16": Use(  # all sums are exact; rank 0 contributes zeros
+        torch.arange(1, 16).view(1, 3, 5).bfloat16(),
+        torch.arange(2, 17).view(1, 3, 5).bfloat16(),
+        lambda rank: torch.tensor(rank).bfloat16(),
+    ),
+    "x of [20, 3] in float32, the part's output of [20, 7]": Use(
+        _positive(100, 20, 3), _positive(101, 20, 7), lambda rank: _positive(rank, 3, 7)
+    ),
+    "x of []": Use(torch.tensor(3.0).double(), torch.tensor(7.0).double(), _digit),
+    "x and the gradient from above are nan": Use(X * torch.nan, UP * torch.nan, _digit),
+    "x and the gradient from above are inf": Use(X * torch.inf, UP * torch.inf, _digit),
+    "an x that needs no gradient": Use(X, UP, _digit, frozen=True),
+    "under torch.no_grad()": Use(X, UP, _digit, frozen=True, no_grad=True),
+}
 
 
-AT_INF = ((lambda at, *_: at.label == INF, INF_STAYS),)
-LATE = ((lambda at, *_: at.seen.never_waited > 0, NOT_WAITED),)
+class Part:
+    """A rank's part: notes what it gets and returns, and the gradient that comes back to it."""
+
+    def __init__(self, factor: Tensor) -> None:
+        self.factor, self.runs = factor.requires_grad_(), 0
+        self.gets: Any = None
+        self.returned: Any = None
+        self.grad: Any = None
+
+    def __call__(self, inside: Tensor) -> Tensor:
+        self.runs, self.gets = self.runs + 1, copied(inside)
+        self.returned = inside @ self.factor if self.factor.dim() else inside * self.factor
+        if self.returned.requires_grad:
+            self.returned.register_hook(lambda grad: setattr(self, "grad", copied(grad)))
+        return self.returned
+
+
+def _observe(rank: int, answer: Answer, twice: bool) -> dict[str, Any]:
+    """Use f and g forward and backward; `twice`: with an x that is used around them, too."""
+    watch = Watch()
+    if twice:
+        _use_twice(watch, answer)
+    for label, use in () if twice else USES.items():
+        with torch.set_grad_enabled(not use.no_grad):
+            _use(watch, answer, label, use, Part(use.factor(rank)))
+    if dist.get_world_size() == 1:  # then it may do without any call
+        for seen in watch.seen.values():
+            seen |= {UNWAITED: [], ORDER: []}
+    return watch.seen
+
+
+def _use(watch: Watch, answer: Answer, label: str, use: Use, part: Part) -> None:
+    x, up = use.x.clone().requires_grad_(not use.frozen), use.up.clone()
+    with watch.step(f"{label}, forward", x=x) as step:
+        out = answer(x, part)
+    step.show(**{RUNS: part.runs, GETS: part.gets, RETURNED: part.returned, SUM: out})
+    step.show(**{BITS: _bits(out)})
+    before = {"what part returned": part.returned, "the sum": out, "the gradient from above": up}
+    with watch.step(f"{label}, backward", x=x, **before) as step:
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.backward(up)
+    step.show(**{RUNS: part.runs, PART_GRAD: part.grad, X_GRAD: x.grad, BITS: _bits(x.grad)})
+    if use.frozen:  # then f has nothing to sum, but may
+        step.show(**{UNWAITED: [], ORDER: []})
+
+
+def _use_twice(watch: Watch, answer: Answer) -> None:
+    """Use an x twice; in the last use, nothing is watched, so that PyTorch's warning comes."""
+
+    def a(inside: Tensor) -> Tensor:
+        return inside.view_as(inside)  # then its gradient is the very tensor that comes from above
+
+    b = Part(_digit(1))
+    losses = (
+        ("x + together(x, a)", AROUND, lambda x: x + answer(x, a)),
+        ("together(x, a) + together(x, b)", TWICE, lambda x: answer(x, a) + answer(x, b)),
+    )
+    for label, facet, loss in losses:
+        x = X.clone().requires_grad_()
+        with watch.step(label, x=x) as step:
+            out = loss(x)
+            out.backward(torch.ones_like(out))
+        step.show(**{SUM: out, facet: x.grad, BITS: _bits(x.grad)})
+    out = answer(X.clone().requires_grad_(), b)
+    with watch.step("one more use") as step:
+        step.show(**{WARNS: is_outside(partial(out.backward, UP)), BITS: _bits(out)})
+
+
+def _bits(x: Any) -> list[Any]:
+    """Return all ranks, and the bits of a tensor, which they have to agree on."""
+    return [[*range(dist.get_world_size())], bits_of(x.double()) if isinstance(x, Tensor) else ""]
+
+
 F, G = "total = grad.clone()", "total = x.clone()"  # backward of f, forward of g
-NOT_WAITING = "dist.all_reduce(total, async_op=True)\nreturn total.clone()"
-IN_BFLOAT16 = (
-    "low = total.bfloat16() if total.dtype == torch.float32 else total\n"
-    "dist.all_reduce(low)\nreturn low.to(total.dtype)"
-)
 TOGETHER = "return ReduceFromRegion.apply(part(CopyToRegion.apply(x)))"
-ONLY_ON_SOME = "if not total.any():\n    return total"
+BUFFER = "sums = together.__dict__\ntotal = sums.setdefault(str({0}.shape), {0}.clone()).copy_({0})"
 
 PAIR = Exercise(
     key="tensor_parallel-1",
     title="f and g",
-    check=OnRanks(
-        observe_on_rank=observe_uses,
-        trouble=(
-            ("hang", "", SOME_RANKS),
-            ("mismatch", "", SOME_RANKS),
-            ("raised", f"{NOT_A_NAME}(shape|size|unpack|index|dimension|0-d)", ANY_SHAPE),
+    check=ByExample(
+        observe_on_rank=_observe,
+        runs=lambda _p: ({"twice": False}, {"twice": True}),
+        facets=(
+            *(RUNS, UNWAITED, GETS, SUM, RETURNED, PART_GRAD, X_GRAD, BITS),
+            *(*ALWAYS, ORDER, AROUND, TWICE, WARNS),
         ),
-        expect=(
-            Demand(
-                lambda at: at.seen.num_runs == 1,
-                lambda at: f"part ran {at.seen.num_runs} times",
-                RUNS_ONCE,
-            ),
-            _close(
-                "inside",
-                lambda at: use_of(at).x,
-                what="what part gets",
-                predicates=AT_INF,
-                causes=((F_COPIES, lambda at: use_of(at).x * p_of(at)),),
-            ),
-            _close(
-                "out",
-                out_of(total_matrix),
-                what="the sum",
-                predicates=(
-                    (lambda _at, got, _: got is None, NO_SUM),
-                    *LATE,
-                    *AT_INF,
-                    (lambda at, *_: use_of(at).frozen, NOT_TRAINING),
-                ),
-                causes=(
-                    (OWN_SUM, out_of(own_matrix)),
-                    (MEAN, out_of(lambda at: total_matrix(at) / at.world_size)),
-                    (BY_FOUR, out_of(lambda at: total_matrix(at) / 4)),
-                    (TWICE, out_of(lambda at: total_matrix(at) * at.world_size)),
-                ),
-                look=DIGITS,
-            ),
-            same_bits("out", "the sum"),
-            Untouched(KEEPS),
-            one_sum("forward", lambda at: out_of(total_matrix)(at).nbytes, G_SUMS),
-            Demand(_arrives, "no gradient arrives", NO_GRADIENT),
-            _close(
-                "part_grad",
-                part_grad_of(lambda _at: 1.0),
-                what="the gradient that part gets",
-                predicates=AT_INF,
-                causes=(
-                    (WHOLE_ALREADY, part_grad_of(p_of)),
-                    (DIVIDED_BACK, part_grad_of(lambda at: 1 / at.world_size)),
-                ),
-                look=HANDS_ON,
-            ),
-            _close(
-                "x_grad",
-                x_grad_of(total_matrix),
-                what="the gradient of x",
-                predicates=(*LATE, *AT_INF),
-                causes=(
-                    (NO_SUM_BACK, x_grad_of(own_matrix)),
-                    (MEAN_BACK, x_grad_of(lambda at: total_matrix(at) / at.world_size)),
-                    (TWICE, x_grad_of(lambda at: total_matrix(at) * at.world_size)),
-                ),
-                look=DIGITS,
-            ),
-            same_bits("x_grad", "the gradient of x"),
-            _in_backward,
-            _close(
-                "around",
-                ones_of(lambda at: at.world_size + 1),
-                what="the gradient of x + part(x)",
-                look=SHARED,
-            ),
-            _close(
-                "twice",
-                ones_of(lambda at: 4 * at.world_size),
-                what="the gradient of together(x, a) + together(x, b)",
-                look=TWO_USES,
-            ),
-            Demand(
-                lambda at: not at.seen.outside,
-                "all_reduce got a tensor that requires a gradient",
-                OUTSIDE,
-            ),
+        equal=(BITS,),
+        looks=(
+            *((RUNS, RUNS_ONCE), (GETS, F_COPIES), (SUM, EACH_ONCE), (RETURNED, KEEPS)),
+            *((PART_GRAD, HANDS_ON), (X_GRAD, EACH_TERM), (BITS, APART), (ORDER, BUDGET)),
+            *((AROUND, SHARED), (TWICE, TWO_USES), (WARNS, OUTSIDE)),
+            ("mismatch", EVERY_RANK),
         ),
         success=("Sums and gradients on 1 to 4 ranks; one all_reduce in forward, one in backward."),
     ),
     wrong=(
         Edit(F, "return grad", NO_SUM_BACK),
-        Edit("part(CopyToRegion.apply(x))", "part(x)", NO_SUM_BACK),
-        Edit(
-            "return grad",
-            "total = grad.clone()\ndist.all_reduce(total)\nreturn total",
-            WHOLE_ALREADY,
-        ),
-        Edit("return grad", "return grad / dist.get_world_size()", DIVIDED_BACK),
-        Edit(G, "total = x / dist.get_world_size()", MEAN),
-        Edit(G, "total = x / 4", BY_FOUR),
-        Edit(F, "total = grad / dist.get_world_size()", MEAN_BACK),
         Edit(G, "return x.clone()", OWN_SUM),
-        Edit(G, f"{G}\n{NOT_WAITING}", NOT_WAITED),
-        Edit(F, f"{F}\n{NOT_WAITING}", NOT_WAITED),
+        Edit("return grad", f"{F}\ndist.all_reduce(total)\nreturn total", WHOLE_ALREADY),
+        Edit(G, "total = x / dist.get_world_size()", MEAN),
+        Edit(F, "total = grad / dist.get_world_size()", MEAN),
+        Edit("return grad", "return grad / dist.get_world_size()", MEAN),
         Edit(
             "ReduceFromRegion.apply(part(CopyToRegion.apply(x)))",
             "CopyToRegion.apply(part(ReduceFromRegion.apply(x)))",
             F_COPIES,
         ),
         Edit(G, "total = x", KEEPS),
-        Edit(
-            G,
-            "sums = together.__dict__\n"
-            "total = sums.setdefault(str(x.shape), torch.empty_like(x)).copy_(x)",
-            KEEPS,
-        ),
         Edit(F, "total = grad", SHARED),
-        Edit("return grad", "kept = grad.clone()\ngrad.zero_()\nreturn kept", KEEPS),
+        Edit(F, BUFFER.format("grad"), TWO_USES),
+        Edit(G, BUFFER.format("x"), TWO_USES),
+        Edit("return grad", "kept = grad.clone()\ngrad.zero_()\nreturn kept", CALLERS),
+        Edit("return grad", "pass", NO_GRADIENT),
+        Edit("ReduceFromRegion.apply(part(", "ReduceFromRegion.forward(None, part(", OUTSIDE),
+        Edit(F, f"{F}\ndist.all_reduce(total, async_op=True)\nreturn total.clone()", NOT_WAITED),
+        Edit(F, "total = grad.nan_to_num()", NAN),
+        Edit(F, "total = grad.float()", DIGITS),
+        Edit(TOGETHER, f"{TOGETHER}.view_as(x)", ANY_SHAPE),
+        Edit(TOGETHER, f"part(x)\n{TOGETHER}", RUNS_ONCE),
         Edit(
             G,
             "parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]\n"
             "dist.all_gather(parts, x.contiguous())\nreturn torch.stack(parts).sum(0)",
-            G_SUMS,
-        ),
-        Edit(G, "total = x.clone()\ndist.all_reduce(total)\nreturn None", NO_SUM),
-        Edit("return grad", "pass", NO_GRADIENT),
-        Edit(G, "total = x.clone()\ndist.all_reduce(total)\nreturn x.clone()", OWN_SUM),
-        Edit(
-            "ReduceFromRegion.apply(part(CopyToRegion.apply(x)))",
-            "ReduceFromRegion.forward(None, part(x).detach())",
-            NO_GRADIENT,
-        ),
-        Edit(
-            "ReduceFromRegion.apply(part(",
-            "ReduceFromRegion.forward(None, part(",
-            OUTSIDE,
-        ),
-        Edit(G, "total = x.float()", DTYPE),
-        Edit(G, "total = x.clone().double()", DTYPE),
-        Edit(F, "total = grad.float()", OTHER_SIZE),
-        Edit(G, f"{G}\n{ONLY_ON_SOME}", SOME_RANKS),
-        Edit(F, f"{F}\n{ONLY_ON_SOME}", SOME_RANKS),
-        Edit(G, f"{G}\n{IN_BFLOAT16}", NEARLY),
-        Edit(F, f"{F}\n{IN_BFLOAT16}", NEARLY),
-        Edit(
-            F,
-            "sums = together.__dict__\n"
-            "total = sums.setdefault(str(grad.shape), torch.empty_like(grad)).copy_(grad)",
-            TWO_USES,
+            BUDGET,
         ),
         Edit(
             TOGETHER,
@@ -284,34 +252,11 @@ PAIR = Exercise(
         ),
         Edit(
             TOGETHER,
-            "if not torch.is_grad_enabled():\n"
-            "    total = part(x)\n    dist.all_reduce(total)\n    return total\n"
-            f"{TOGETHER}",
-            KEEPS,
-        ),
-        Edit(
-            TOGETHER,
             "y = part(CopyToRegion.apply(x))\n"
             "return y + (ReduceFromRegion.forward(None, y.detach()) - y.detach())",
             APART,
         ),
-        Edit(TOGETHER, f"{TOGETHER}.view_as(x)", ANY_SHAPE),
-        Edit(
-            F,
-            "total = grad.reshape(-1, grad.shape[-1]).clone()\n"
-            "dist.all_reduce(total)\nreturn total.view(grad.shape)",
-            ANY_SHAPE,
-        ),
-        Edit("return grad", "return grad.nan_to_num()", INF_STAYS),
-        Edit(F, "total = grad.nan_to_num()", INF_STAYS),
-        Edit(G, "total = x.nan_to_num()", INF_STAYS),
-        Edit(TOGETHER, f"part(x)\n{TOGETHER}", RUNS_ONCE),
-        Edit(
-            TOGETHER,
-            "if x.requires_grad:\n"
-            "    x.register_hook(lambda grad: ReduceFromRegion.forward(None, grad))\n"
-            "return ReduceFromRegion.apply(part(x))",
-            SHARED,
-        ),
+        *(one for one in REDUCES if one.name not in ("waits at once", "four ranks")),
+        *KEEPS_DTYPE,
     ),
 )
