@@ -25,8 +25,14 @@ from course_lib.checks.properties import (
     NOT_WAITED,
     REDUCES,
 )
-from course_lib.checks.tensor_parallel.parts import APART, NOT_TRAINING, OUTSIDE, is_outside
-from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch, bits_of
+from course_lib.checks.tensor_parallel.parts import (
+    APART,
+    NOT_TRAINING,
+    OUTSIDE,
+    bits_on_all,
+    is_outside,
+)
+from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch
 
 Answer = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
@@ -150,12 +156,12 @@ def _use(watch: Watch, answer: Answer, label: str, use: Use, part: Part) -> None
     with watch.step(f"{label}, forward", x=x) as step:
         out = answer(x, part)
     step.show(**{RUNS: part.runs, GETS: part.gets, RETURNED: part.returned, SUM: out})
-    step.show(**{BITS: _bits(out)})
+    step.show(**{BITS: bits_on_all(out)})
     before = {"what part returned": part.returned, "the sum": out, "the gradient from above": up}
     with watch.step(f"{label}, backward", x=x, **before) as step:
         if isinstance(out, Tensor) and out.requires_grad:
             out.backward(up)
-    step.show(**{RUNS: part.runs, PART_GRAD: part.grad, X_GRAD: x.grad, BITS: _bits(x.grad)})
+    step.show(**{RUNS: part.runs, PART_GRAD: part.grad, X_GRAD: x.grad, BITS: bits_on_all(x.grad)})
     if use.frozen:  # then f has nothing to sum, but may
         step.show(**{UNWAITED: [], ORDER: []})
 
@@ -176,15 +182,10 @@ def _use_twice(watch: Watch, answer: Answer) -> None:
         with watch.step(label, x=x) as step:
             out = loss(x)
             out.backward(torch.ones_like(out))
-        step.show(**{SUM: out, facet: x.grad, BITS: _bits(x.grad)})
+        step.show(**{SUM: out, facet: x.grad, BITS: bits_on_all(x.grad)})
     out = answer(X.clone().requires_grad_(), b)
     with watch.step("one more use") as step:
-        step.show(**{WARNS: is_outside(partial(out.backward, UP)), BITS: _bits(out)})
-
-
-def _bits(x: Any) -> list[Any]:
-    """Return all ranks, and the bits of a tensor, which they have to agree on."""
-    return [[*range(dist.get_world_size())], bits_of(x.double()) if isinstance(x, Tensor) else ""]
+        step.show(**{WARNS: is_outside(partial(out.backward, UP)), BITS: bits_on_all(out)})
 
 
 F, G = "total = grad.clone()", "total = x.clone()"  # backward of f, forward of g

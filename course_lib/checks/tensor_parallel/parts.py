@@ -1,17 +1,20 @@
 """Tools for the checks of 07_tensor_parallel: numbers up to rounding, equal ranks, one sum."""
 
 import gc
+import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 from course_lib.checks.exercise import Cause
 from course_lib.checks.expect import SHOWN
 from course_lib.checks.expectations import Calls, Demand, Numbers, Value, read
 from course_lib.checks.on_ranks import At
+from course_lib.checks.watch import bits_of
 
 ROUNDING = 1e-11
 Wanted = Callable[[At], Any]
@@ -133,28 +136,30 @@ def is_outside(backward: Callable[[], Any]) -> bool:
     return any("autograd kernel was not registered" in str(one.message) for one in caught)
 
 
-def bytes_kept(make: Callable[[], Any]) -> tuple[Any, int]:
-    """Return what `make()` returns, and the bytes of all numbers that it keeps alive.
+def bits_on_all(x: Any) -> list[Any]:
+    """Return the numbers of all ranks, and the bits of a tensor, which they have to agree on."""
+    bits = bits_of(x.double()) if isinstance(x, Tensor) else ""
+    return [[*range(dist.get_world_size())], bits]
 
-    These are the tensors of a module, also views of what was there, and all new ones, wherever they
-    are kept: in closures and global names as well.
+
+def bytes_beyond(allowed: Callable[[Any], int], make: Callable[[], Any]) -> int:
+    """Return the bytes of all numbers that `make()` keeps alive, beyond those that are allowed.
+
+    Wherever they are kept: in closures and global names as well. A rank's heartbeat has the frame
+    that runs, with all tensors in it, for a moment: so look again until a second has passed.
     """
     gc.freeze()  # get_objects lists those made from here on
     try:
-        made = make()
-        gc.collect()
-        new = [one for one in gc.get_objects() if isinstance(one, Tensor)]
+        made, end_s = make(), time.monotonic() + 1
+        while (found := _new_bytes() - allowed(made)) > 0 and time.monotonic() < end_s:
+            time.sleep(0.02)
     finally:
         gc.unfreeze()
-    storages = (tensor.untyped_storage() for tensor in _floats_in([made, new]))
-    return made, sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+    return max(0, found)
 
 
-def _floats_in(thing: Any) -> list[Tensor]:
-    """Return the tensors of a module, its submodules, and lists and dicts of them; no indices."""
-    if isinstance(thing, Tensor):
-        return [thing] if thing.is_floating_point() else []
-    thing = vars(thing) if isinstance(thing, nn.Module) else thing
-    things = thing.values() if isinstance(thing, dict) else thing
-    inside = isinstance(things, Collection) and not isinstance(things, str)
-    return [tensor for each in things for tensor in _floats_in(each)] if inside else []
+def _new_bytes() -> int:
+    gc.collect()
+    tensors = (one for one in gc.get_objects() if isinstance(one, Tensor))
+    storages = (one.untyped_storage() for one in tensors if one.is_floating_point())
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
