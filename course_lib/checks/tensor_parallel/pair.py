@@ -16,15 +16,7 @@ from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
 from course_lib.checks.on_ranks import copied
-from course_lib.checks.properties import (
-    CALLERS,
-    DIGITS,
-    EVERY_RANK,
-    KEEPS_DTYPE,
-    NAN,
-    NOT_WAITED,
-    REDUCES,
-)
+from course_lib.checks.properties import CALLERS, DIGITS, EVERY_RANK, KEEPS_DTYPE, REDUCES
 from course_lib.checks.tensor_parallel.parts import (
     APART,
     NOT_TRAINING,
@@ -42,11 +34,7 @@ AROUND, TWICE = "the gradient of x with a way around", "the gradient of x with t
 WARNS = "PyTorch warns of a wrong gradient"
 
 F_COPIES = Cause("f returns x unchanged in forward, and sums in backward.")
-EACH_ONCE = Cause("Every rank's part has to be in the sum once: all_reduce a clone, and return it.")
-OWN_SUM = Cause(
-    "That is this rank's own partial sum: g has to sum in forward. Do you return the tensor that "
-    "was summed?"
-)
+EACH_ONCE = Cause("g sums in forward, every rank's part once: all_reduce a clone, and return that.")
 NO_SUM_BACK = Cause(
     "That is this rank's own term of the gradient: x was used on every rank, so backward of f has "
     "to sum the gradients of all ranks. Nothing fails without it; the weights before x train on "
@@ -54,11 +42,9 @@ NO_SUM_BACK = Cause(
 )
 EACH_TERM = Cause("x was used on every rank: backward of f sums their gradients, each once.")
 MEAN = Cause("That is the mean: terms of a sum add up, and so do gradients. Divide nothing.")
-WHOLE_ALREADY = Cause(
-    "{p} times too large: every rank already has the whole gradient of the sum, so g passes it on "
-    "unchanged."
+HANDS_ON = Cause(
+    "Every rank already has the whole gradient of the sum: in backward, g passes it on unchanged."
 )
-HANDS_ON = Cause("In backward of g, each rank's part gets the gradient of the sum, unchanged.")
 NO_GRADIENT = Cause("Did detach or no_grad cut the graph? The gradient is what backward returns.")
 KEEPS = Cause(
     "Other code may still need this tensor, and all_reduce works in place: give it a new clone "
@@ -190,6 +176,7 @@ def _use_twice(watch: Watch, answer: Answer) -> None:
 
 F, G = "total = grad.clone()", "total = x.clone()"  # backward of f, forward of g
 TOGETHER = "return ReduceFromRegion.apply(part(CopyToRegion.apply(x)))"
+SKIPS = f"if {{}}:\n    return part(x)\n{TOGETHER}"
 BUFFER = "sums = together.__dict__\ntotal = sums.setdefault(str({0}.shape), {0}.clone()).copy_({0})"
 
 PAIR = Exercise(
@@ -213,11 +200,11 @@ PAIR = Exercise(
     ),
     wrong=(
         Edit(F, "return grad", NO_SUM_BACK),
-        Edit(G, "return x.clone()", OWN_SUM),
-        Edit("return grad", f"{F}\ndist.all_reduce(total)\nreturn total", WHOLE_ALREADY),
+        Edit(G, "return x.clone()", EACH_ONCE),
+        Edit("return grad", f"{F}\ndist.all_reduce(total)\nreturn total", HANDS_ON),
         Edit(G, "total = x / dist.get_world_size()", MEAN),
         Edit(F, "total = grad / dist.get_world_size()", MEAN),
-        Edit("return grad", "return grad / dist.get_world_size()", MEAN),
+        Edit("return grad", "return grad / dist.get_world_size()", HANDS_ON),
         Edit(
             "ReduceFromRegion.apply(part(CopyToRegion.apply(x)))",
             "CopyToRegion.apply(part(ReduceFromRegion.apply(x)))",
@@ -230,8 +217,6 @@ PAIR = Exercise(
         Edit("return grad", "kept = grad.clone()\ngrad.zero_()\nreturn kept", CALLERS),
         Edit("return grad", "pass", NO_GRADIENT),
         Edit("ReduceFromRegion.apply(part(", "ReduceFromRegion.forward(None, part(", OUTSIDE),
-        Edit(F, f"{F}\ndist.all_reduce(total, async_op=True)\nreturn total.clone()", NOT_WAITED),
-        Edit(F, "total = grad.nan_to_num()", NAN),
         Edit(F, "total = grad.float()", DIGITS),
         Edit(TOGETHER, f"{TOGETHER}.view_as(x)", ANY_SHAPE),
         Edit(TOGETHER, f"part(x)\n{TOGETHER}", RUNS_ONCE),
@@ -241,16 +226,8 @@ PAIR = Exercise(
             "dist.all_gather(parts, x.contiguous())\nreturn torch.stack(parts).sum(0)",
             BUDGET,
         ),
-        Edit(
-            TOGETHER,
-            f"if not torch.is_grad_enabled():\n    return part(x)\n{TOGETHER}",
-            NOT_TRAINING,
-        ),
-        Edit(
-            TOGETHER,
-            f"if torch.is_grad_enabled() and not x.requires_grad:\n    return part(x)\n{TOGETHER}",
-            NOT_TRAINING,
-        ),
+        Edit(TOGETHER, SKIPS.format("not torch.is_grad_enabled()"), NOT_TRAINING),
+        Edit(TOGETHER, SKIPS.format("not x.requires_grad"), NOT_TRAINING),
         Edit(
             TOGETHER,
             "y = part(CopyToRegion.apply(x))\n"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from course_lib.checks.exercise import Cause
 from course_lib.checks.expect import SHOWN
-from course_lib.checks.expectations import Calls, Demand, Numbers, Value, read
+from course_lib.checks.expectations import Demand, Numbers, Value, read
 from course_lib.checks.on_ranks import At
 from course_lib.checks.watch import bits_of
 
@@ -26,7 +26,6 @@ OUTSIDE = Cause(
     "Autograd does not know dist.all_reduce: backward ignores it, and PyTorch warns of wrong "
     "gradients. Sum inside g (reduce_from_region), which defines its backward."
 )
-OTHER_SIZE = Cause("Sum what has to be summed and nothing else, in its own dtype.")
 NOT_WAITED = Cause(
     "A collective was started with async_op=True, and its result was read before it was complete: "
     "call wait() on the handle first."
@@ -108,17 +107,6 @@ def _settled(got: Any, need: Any) -> Any:
         return got
     limit = TOLERANCE.get(need.dtype, ROUNDING)
     return need.where(torch.isclose(got, need, rtol=limit, atol=limit), got)
-
-
-def one_sum(value: Value, num_bytes: Callable[[At], int], look: Cause) -> Calls:
-    """Demand one all_reduce of that many bytes; on one rank, none does as well."""
-    return Calls(
-        lambda at: [("all_reduce", num_bytes(at))] if at.world_size > 1 or read(at, value) else [],
-        other_kind=look,
-        symptoms=((lambda got, need: len(got) == len(need), OTHER_SIZE),),
-        look=look,
-        value=value,
-    )
 
 
 def changed(**now_and_before: tuple[Tensor, Tensor]) -> tuple[str, ...]:
