@@ -16,6 +16,7 @@ from course_lib.checks.tensor_parallel.parts import (
     APART,
     NOT_TRAINING,
     OUTSIDE,
+    backward,
     bits_on_all,
     bytes_beyond,
     is_outside,
@@ -64,8 +65,8 @@ NO_F = Cause(
     "through copy_to_region, whose backward does that."
 )
 WHOLE_GRADS = Cause(
-    "g passes its gradient on unchanged, so a rank's part gets its whole gradient. The bias of "
-    "down is added whole, on every rank, after the sum."
+    "A rank trains all four. g passes its gradient on unchanged, so they get their whole gradient; "
+    "the bias of down is added whole, on every rank, after the sum."
 )
 STALE = Cause(
     "The weights have changed, the output has not: compute with the parameters as they are now, "
@@ -175,7 +176,7 @@ def _use(watch: Watch, label: str, case: Case, answer: Callable[..., Any]) -> No
     out = forward("forward", x)
     given = {"x": x, "the output": out, "the gradient from above": above}
     with watch.step(f"{label}, backward", **given, **layers) as step:
-        _backward(out, above)
+        backward(out, above)
     step.show(**{GRADS: {name: case.shown(one.grad) for name, one in _parts_of(model).items()}})
     step.show(**{X_GRAD: case.shown(x.grad), BITS: bits_on_all(x.grad)})
     with torch.no_grad():
@@ -188,14 +189,9 @@ def _use(watch: Watch, label: str, case: Case, answer: Callable[..., Any]) -> No
     model.train()
     forward("after a step of SGD", case.x().requires_grad_(), STEPPED)
     forward("with an x that needs no gradient", case.x(), EVAL)
-    warns = is_outside(lambda: _backward(model(x), above))
+    warns = is_outside(lambda: backward(model(x), above))
     with watch.step(f"{label}, once more") as step:
         step.show(**{WARNS: warns})
-
-
-def _backward(out: Any, above: Tensor) -> None:
-    if isinstance(out, Tensor) and out.requires_grad:
-        out.backward(above)
 
 
 OF_LAYERS = ("eval mode", "train mode", "leaves a hook", "zeroes its input", "seeds")

@@ -5,7 +5,6 @@ Rank r's part multiplies by 10**r, so that a wrong sum tells which ranks are in 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from course_lib.checks.tensor_parallel.parts import (
     APART,
     NOT_TRAINING,
     OUTSIDE,
+    backward,
     bits_on_all,
     is_outside,
 )
@@ -145,8 +145,7 @@ def _use(watch: Watch, answer: Answer, label: str, use: Use, part: Part) -> None
     step.show(**{BITS: bits_on_all(out)})
     before = {"what part returned": part.returned, "the sum": out, "the gradient from above": up}
     with watch.step(f"{label}, backward", x=x, **before) as step:
-        if isinstance(out, Tensor) and out.requires_grad:
-            out.backward(up)
+        backward(out, up)
     step.show(**{RUNS: part.runs, PART_GRAD: part.grad, X_GRAD: x.grad, BITS: bits_on_all(x.grad)})
     if use.frozen:  # then f has nothing to sum, but may
         step.show(**{UNWAITED: [], ORDER: []})
@@ -171,7 +170,7 @@ def _use_twice(watch: Watch, answer: Answer) -> None:
         step.show(**{SUM: out, facet: x.grad, BITS: bits_on_all(x.grad)})
     out = answer(X.clone().requires_grad_(), b)
     with watch.step("one more use") as step:
-        step.show(**{WARNS: is_outside(partial(out.backward, UP)), BITS: bits_on_all(out)})
+        step.show(**{WARNS: is_outside(lambda: backward(out, UP)), BITS: bits_on_all(out)})
 
 
 F, G = "total = grad.clone()", "total = x.clone()"  # backward of f, forward of g

@@ -124,6 +124,12 @@ def is_outside(backward: Callable[[], Any]) -> bool:
     return any("autograd kernel was not registered" in str(one.message) for one in caught)
 
 
+def backward(out: Any, above: Tensor) -> None:
+    """Run backward, if that is possible with this gradient from above."""
+    if isinstance(out, Tensor) and out.requires_grad and out.shape == above.shape:
+        out.backward(above)
+
+
 def bits_on_all(x: Any) -> list[Any]:
     """Return the numbers of all ranks, and the bits of a tensor, which they have to agree on."""
     bits = bits_of(x.double()) if isinstance(x, Tensor) else ""
