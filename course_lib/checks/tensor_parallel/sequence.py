@@ -1,36 +1,29 @@
-"""Exercise 6 of 07_tensor_parallel: all-gather in front of a region, reduce-scatter behind it."""
+"""Exercise 6 of 07_tensor_parallel: all-gather in front of a region, reduce-scatter behind it.
+
+Rank r's part multiplies by 10**r, so that a wrong sum tells which ranks are in it. In bfloat16 it
+multiplies by r: the sums are exact, and what rank 0 brings is 0. In float32 it is a random matrix.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import DTYPE, Calls, Demand, Numbers, Untouched
-from course_lib.checks.on_ranks import At, OnRanks
-from course_lib.checks.tensor_parallel.parts import (
-    NEARLY,
-    NOT_A_NAME,
-    NOT_TRAINING,
-    NOT_WAITED,
-    ROUNDING,
-    nearly,
-)
-from course_lib.checks.tensor_parallel.seen_sequence import observe_sequence
-from course_lib.checks.tensor_parallel.whole_sequence import (
-    grad_of,
-    own_matrix,
-    own_tokens_of,
-    parts_of,
-    sequence_use,
-    sum_of,
-    total_matrix,
-    whole_bytes,
-)
+from course_lib.checks.judge import ByExample
+from course_lib.checks.properties import DIGITS, NOT_WAITED, SEEDS
+from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch
 
-ORDER = Cause("All tokens are there, in another order: those of rank 0 come first, then rank 1's.")
+PADDING = 99.0  # what the last ranks' tokens hold that are none, where p does not divide seq
+# facets
+INSIDE, RETURNED, HAS_GRAPH = "what part gets", "what is returned", "it requires a gradient"
+GRAD_OF_PART, GRAD_OF_X = "the gradient of what part returns", "the gradient of x"
+RUNS, AT_THE_END = "runs of part", "what was there before"
+
 EACH_ONCE = Cause(
     "Are each rank's tokens there once, gathered into a tensor of their own, rank 0's first?"
 )
@@ -42,21 +35,18 @@ PADDING_STAYS = Cause(
     "The padding is still there: the part gets seq tokens, and the gradient of the padding is not "
     "the gradient of a token."
 )
-PARTS = Cause(
-    "The sum is cut into p parts of ceil(seq / p) tokens, along dim 1: where p does not divide "
-    "seq, pad it with zeros first."
+EQUAL_PARTS = Cause(
+    "The sum is cut into p equal parts of ceil(seq / p) tokens, along dim 1, each contiguous: "
+    "where p does not divide seq, pad it with zeros first. x, too, may be a transposed tensor."
 )
 OWN_SUM = Cause("That is this rank's own partial sum: sum over the ranks, then keep own tokens.")
 OTHERS = Cause("Those are tokens of another rank: rank r keeps part r of the sum.")
-NOT_SCATTERED = Cause("Those are all tokens: behind the region each rank keeps its own only.")
-MEAN = Cause("That is the mean. The parts are terms of one sum, so do not divide.")
-BY_FOUR = Cause("Divided by 4. The parts are terms of one sum, on any number of ranks.")
+MEAN = Cause("Too small: the parts are terms of one sum, and so are gradients. Do not divide.")
 SLICED = Cause(
     "That is this rank's own term of the gradient: the other ranks used these tokens, too. "
     "Backward of an all-gather sums over the ranks before it keeps the own tokens: a "
     "reduce-scatter."
 )
-MEAN_BACK = Cause("That is the mean: these tokens were used {p} times, and the gradients add up.")
 ONLY_OWN = Cause(
     "Only the own tokens have a gradient: this rank's part has contributed to the sums of all "
     "tokens, and the other ranks hold their gradients. Backward of a reduce-scatter gathers them."
@@ -65,125 +55,135 @@ TIMES_P = Cause(
     "{p} times too large: each token's gradient is on one rank, and needs to be gathered, not "
     "summed."
 )
-DIVIDED_BACK = Cause("A term of a sum has the gradient of the sum: there is nothing to divide by.")
 NO_GRADIENT = Cause("Did detach or no_grad cut the graph? The gradient is what backward returns.")
-KEEPS = Cause(
-    "Other code may still need this tensor: write into a new one each time, and keep no buffer."
+ADJOINT = Cause(
+    "Backward returns what has the shape of forward's input: a gather's backward is the "
+    "reduce-scatter, and the reverse."
 )
-TWO_USES = Cause("x was used twice: backward needs a new tensor each time.")
-RUNS_ONCE = Cause("Call part once, with all tokens: its matrices are split, not the tokens.")
-CONTIGUOUS = Cause(
-    "x may be a transposed tensor, and a part along dim 1 is not contiguous: call .contiguous()."
-)
+ONCE = Cause("Call part once, with all tokens: its matrices are split, not the tokens.")
 PAIR = Cause(
     "Forward and backward have one all_gather and one reduce_scatter each. An all_reduce of which "
     "you keep a part has the right numbers for twice the bytes, and so has gathering what you then "
     "add up."
 )
-SOME_RANKS = Cause("Every rank makes each call, with the same shape, also with padding only.")
-ADJOINT = Cause(
-    "Backward returns what has the shape of forward's input: a gather's backward is the "
-    "reduce-scatter, and the reverse."
+KEEPS = Cause(
+    "Other code may still need this tensor: write into a new one each time, and keep no buffer."
 )
-DIGITS = Cause("Each rank contributes its own digit: which one is missing, or counted twice?")
+SOME_RANKS = Cause("Every rank makes each call, with the same shape, also with padding only.")
+NOT_TRAINING = Cause(
+    "Evaluation needs the same sums: leave it to autograd whether there is a gradient, and do not "
+    "check the mode."
+)
+WHOSE = Cause(
+    "Which rank's term is missing, or there twice? With 12 tokens, rank r's part multiplies by "
+    "10**r."
+)
+GATHERED = Cause("A token of the sum has its gradient on one rank: backward gathers all of them.")
 
 
-def _rounding(at: At) -> float:
-    return 1e-5 if sequence_use(at).x.dtype == torch.float32 else ROUNDING
+@dataclass(frozen=True)
+class Use:
+    """All tokens, the gradient of all tokens from above, and each rank's matrix."""
+
+    x: Tensor
+    above: Tensor
+    matrix: Callable[[int], Tensor]
+    frozen: bool = False  # x needs no gradient
+    no_grad: bool = False
+    lies: bool = False  # the own tokens are a transposed tensor: not contiguous
+
+    def own(self, whole: Tensor, rank: int) -> Tensor:
+        """Return the tokens that a rank is given, with padding that is no token."""
+        size = -(-whole.shape[1] // dist.get_world_size())
+        own = whole.new_full((len(whole), size, whole.shape[2]), PADDING)
+        part = whole[:, rank * size : (rank + 1) * size]
+        own[:, : part.shape[1]] = part
+        return own.transpose(0, 1).contiguous().transpose(0, 1) if self.lies else own
 
 
-def _close(value: str, right: Callable[[At], Any], **more: Any) -> Numbers:
-    """Demand numbers up to the rounding of their dtype, along dim 1, from calls that have ended."""
-    more["predicates"] = (*_DIMS, *more.get("predicates", ()))
-    return Numbers(value, right, rtol=_rounding, otherwise=((nearly(right), NEARLY),), **more)
+def _numbers(*shape: int, first: int = 1) -> Tensor:
+    return torch.arange(first, first + torch.Size(shape).numel()).view(shape).double()
 
 
-def _sizes(at: At, got: Any) -> tuple[int, int, int]:
-    """Return what was got of dim 1, the number of tokens, and that of a rank."""
-    seq = sequence_use(at).x.shape[1]
-    return (got.shape[1] if got.dim() == 3 else 0), seq, -(-seq // at.world_size)
+def _random(seed: int, *shape: int) -> Tensor:
+    """Return positive numbers: where they are added up, no digits cancel."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
 
 
-def _has_padding(at: At, got: Any, _: int | None) -> bool:
-    size, seq, own = _sizes(at, got)
-    return size == own * at.world_size != seq
+def _digit(rank: int) -> Tensor:
+    return torch.eye(3).double() * 10.0**rank
 
 
-def _is_short(at: At, got: Any, _: int | None) -> bool:
-    size, seq, own = _sizes(at, got)
-    floor = seq // at.world_size
-    return own != floor and size in (floor, floor * at.world_size)
+EVEN = _numbers(2, 12, 3), _numbers(2, 12, 3, first=7) ** 2, _digit
+USES = {
+    "12 tokens": Use(*EVEN),
+    "7 tokens": Use(_numbers(2, 7, 3), _numbers(2, 7, 3, first=7) ** 2, _digit),
+    "7 tokens, not contiguous, in bfloat16": Use(
+        _numbers(2, 7, 2).bfloat16(),
+        _numbers(2, 7, 2, first=3).bfloat16(),
+        lambda rank: torch.eye(2).bfloat16() * rank,
+        lies=True,
+    ),
+    "3 tokens in float32, the part's output is wider": Use(
+        _random(100, 1, 3, 2), _random(101, 1, 3, 5), lambda rank: _random(rank, 2, 5)
+    ),
+    "an x that needs no gradient": Use(*EVEN, frozen=True),
+    "under torch.no_grad()": Use(*EVEN, frozen=True, no_grad=True),
+}
 
 
-def _other_dim(at: At, got: Any, _: int | None) -> bool:
-    use, (size, *right) = sequence_use(at), _sizes(at, got)
-    widths = use.x.shape[2], use.up.shape[2]
-    return len(got) != len(use.x) or got.shape[2] not in widths or size not in right
+def observe(rank: int, answer: Callable[..., Any], backward: bool) -> dict[str, Any]:
+    """Use the pair, at first only forward: so no rank is in a backward that others cannot do.
+
+    At the end, look again at everything that other code may still need.
+    """
+    watch, everything = Watch(), {}
+    for label, use in USES.items():
+        with torch.set_grad_enabled(not use.no_grad):
+            everything[label] = _use(rank, answer, use, watch, label, backward)
+            if backward:
+                _use_twice(rank, answer, use, watch, label)
+    with watch.step("at the end") as step:
+        step.show(**{AT_THE_END: everything})
+    return watch.seen
 
 
-def _all_tokens(at: At, got: Any, _: int | None) -> bool:
-    size, seq, own = _sizes(at, got)
-    return size == seq != own
+def _use(
+    rank: int, answer: Callable[..., Any], use: Use, watch: Watch, label: str, backward: bool
+) -> dict[str, Any]:
+    """Return what other code may still need."""
+    x, above = use.own(use.x, rank).requires_grad_(not use.frozen), use.own(use.above, rank)
+    matrix, seen, outs = use.matrix(rank).requires_grad_(), dict[str, Any](), list[Any]()
+
+    def part(inside: Tensor) -> Tensor:
+        seen[INSIDE] = inside
+        out = (inside if inside.shape == use.x.shape else inside.sum().expand_as(use.x)) @ matrix
+        if out.requires_grad:
+            out.register_hook(lambda grad: seen.__setitem__(GRAD_OF_PART, grad.clone()))
+        outs.append(out)
+        return out
+
+    with watch.step(label, x=x, the_gradient_from_above=above) as step:
+        returned = answer(x, part, use.x.shape[1])
+        step.show(**{RETURNED: returned, HAS_GRAPH: getattr(returned, "requires_grad", None)})
+        if backward and returned.requires_grad:
+            watch.mark("backward begins")
+            returned.backward(above)
+    step.show(**seen, **{RUNS: len(outs), GRAD_OF_X: x.grad})
+    if dist.get_world_size() == 1:  # then it may do without any call
+        step.show(**{ORDER: []})
+    return {"what part returned": outs, "what was returned": returned, GRAD_OF_X: x.grad}
 
 
-_DIMS = ((_has_padding, PADDING_STAYS), (_is_short, PARTS), (_other_dim, OTHER_DIM))
-
-
-def _inside(mixed: Callable[[At, list[Tensor]], Tensor]) -> Callable[[At], Tensor]:
-    """Return a function of At: what part gets, if the ranks' tokens are mixed like this."""
-
-    def wrong(at: At) -> Tensor:
-        x = sequence_use(at).x
-        return mixed(at, parts_of(at, x)).reshape(len(x), -1, x.shape[2])[:, : x.shape[1]]
-
-    return wrong
-
-
-def _from_above(times: Callable[[At], float]) -> Callable[[At], Tensor | None]:
-    return lambda at: None if sequence_use(at).no_grad else sequence_use(at).up * times(at)
-
-
-def _only_own(at: At) -> Tensor | None:
-    """Return the gradient from above with zeros for the other ranks' tokens."""
-    up = sequence_use(at).up
-    size = -(-up.shape[1] // at.world_size)
-    here = torch.arange(up.shape[1]) // size == at.rank
-    return None if sequence_use(at).no_grad else up * here[:, None]
-
-
-def _twice(at: At) -> Tensor | None:
-    use = sequence_use(at)
-    ones = torch.full_like(use.x, 4.0 * at.world_size)
-    return None if use.frozen else own_tokens_of(ones, at.world_size, at.rank)
-
-
-def _same_everywhere(at: At) -> bool:
-    """Return whether all ranks' parts get the same; each rank is asked for its own elsewhere."""
-    return all(torch.equal(at.seen.inside, other.seen.inside) for other in at.everyone)
-
-
-def _arrives(at: At) -> bool:
-    """Return whether the gradients that are needed are there."""
-    at_part = at.seen.part_grad is not None or sequence_use(at).no_grad
-    return at_part and (at.seen.x_grad is not None or sequence_use(at).frozen)
-
-
-def _forward(at: At) -> list[tuple[str, int]]:
-    use = sequence_use(at)
-    calls = ("all_gather", use.x), ("reduce_scatter", use.up)
-    return _needed(at, at.seen.forward, calls)
-
-
-def _backward(at: At) -> list[tuple[str, int]]:
-    use = sequence_use(at)
-    calls = ("all_gather", use.up), ("reduce_scatter", use.x)
-    return _needed(at, at.seen.backward, [] if use.no_grad else calls[: 1 + (not use.frozen)])
-
-
-def _needed(at: At, made: Any, calls: Any) -> list[tuple[str, int]]:
-    """Return kind and bytes of the calls; on one rank, none does as well."""
-    alone = at.world_size == 1 and not made
-    return [] if alone else [(kind, whole_bytes(at, tensor)) for kind, tensor in calls]
+def _use_twice(rank: int, answer: Callable[..., Any], use: Use, watch: Watch, label: str) -> None:
+    """Use an x as it is, and times 3."""
+    x, seq = use.own(use.x, rank).requires_grad_(not use.frozen), use.x.shape[1]
+    with watch.step(f"{label}, x is used twice", x=x) as step:
+        out = answer(x, lambda inside: inside * 1.0, seq)
+        out = out + answer(x, lambda inside: inside * 3.0, seq)
+        if out.requires_grad:
+            out.backward(torch.ones_like(out))
+    step.show(**{RETURNED: out, GRAD_OF_X: x.grad, ORDER: []})
 
 
 GATHER = "dist.all_gather(parts, x)"
@@ -198,165 +198,80 @@ SLICE = f"lambda whole: F.pad(whole, (0, 0, 0, -seq % {P})).chunk({P}, 1)[{RANK}
 BUFFER = "in_region.__dict__.setdefault(str({0}.shape), torch.empty_like({0}).contiguous())"
 
 
-def _enter_back(backward: str) -> str:
-    """Return the edit that has another backward in front of the region."""
-    return ENTER.replace("scatter_sum", f"lambda grad: {backward}")
+def _enter_back(backward: str, cause: Cause) -> Edit:
+    """Return the right answer with another backward in front of the region."""
+    return Edit(ENTER, ENTER.replace("scatter_sum", f"lambda grad: {backward}"), cause)
 
 
-def _leave_back(backward: str) -> str:
-    return LEAVE.replace("gather)", f"lambda grad: {backward})")
+def _leave_back(backward: str, cause: Cause) -> Edit:
+    return Edit(LEAVE, LEAVE.replace("gather)", f"lambda grad: {backward})"), cause)
 
 
 SEQUENCE = Exercise(
     key="tensor_parallel-6",
     title="the pair of sequence parallelism",
-    check=OnRanks(
-        observe_on_rank=observe_sequence,
-        trouble=(
-            ("hang", "", SOME_RANKS),
-            ("mismatch", "", SOME_RANKS),
-            ("raised", "contiguous|view size", CONTIGUOUS),
-            ("raised", "invalid gradient", ADJOINT),
-            ("raised", f"{NOT_A_NAME}(size|shape|chunk|index|split|equal|match)", PARTS),
+    check=ByExample(
+        observe_on_rank=observe,
+        runs=lambda _p: ({"backward": False}, {"backward": True}),
+        facets=(
+            *(UNWAITED, INSIDE, RETURNED, HAS_GRAPH, GRAD_OF_PART, GRAD_OF_X),
+            *(RUNS, ORDER, *ALWAYS, AT_THE_END),
         ),
-        expect=(
-            Demand(lambda at: not at.seen.never_waited, "a call was not waited for", NOT_WAITED),
-            Demand(
-                lambda at: at.seen.num_runs == 1,
-                lambda at: f"part ran {at.seen.num_runs} times",
-                RUNS_ONCE,
-            ),
-            _close(
-                "inside",
-                lambda at: sequence_use(at).x,
-                what="what part gets",
-                causes=(
-                    (ORDER, _inside(lambda _, parts: torch.cat(parts[::-1], 1))),
-                    (ORDER, _inside(lambda at, p: torch.cat(p[at.rank :] + p[: at.rank], 1))),
-                    (OTHER_DIM, _inside(lambda _, parts: torch.cat(parts))),
-                    (OTHER_DIM, _inside(lambda _, parts: torch.cat(parts, 2))),
-                ),
-                look=EACH_ONCE,
-            ),
-            Demand(_same_everywhere, "part gets the tokens in another order on each rank", ORDER),
-            _close(
-                "out",
-                sum_of(total_matrix),
-                what="the own tokens of the sum",
-                predicates=(
-                    (_all_tokens, NOT_SCATTERED),
-                    (lambda at, *_: sequence_use(at).frozen, NOT_TRAINING),
-                ),
-                causes=(
-                    (OWN_SUM, sum_of(own_matrix)),
-                    (MEAN, sum_of(lambda at: total_matrix(at) / at.world_size)),
-                    (BY_FOUR, sum_of(lambda at: total_matrix(at) / 4)),
-                    (OTHERS, sum_of(total_matrix, shift=1)),
-                ),
-                look=DIGITS,
-            ),
-            Untouched(KEEPS),
-            Calls(_forward, PAIR, look=PAIR, value="forward"),
-            Demand(_arrives, "no gradient arrives", NO_GRADIENT),
-            _close(
-                "part_grad",
-                _from_above(lambda _at: 1.0),
-                what="the gradient that part gets",
-                causes=(
-                    (ONLY_OWN, _only_own),
-                    (TIMES_P, _from_above(lambda at: at.world_size)),
-                    (DIVIDED_BACK, _from_above(lambda at: 1 / at.world_size)),
-                ),
-                look=ONLY_OWN,
-            ),
-            _close(
-                "x_grad",
-                grad_of(total_matrix),
-                what="the gradient of x",
-                causes=(
-                    (SLICED, grad_of(own_matrix)),
-                    (MEAN_BACK, grad_of(lambda at: total_matrix(at) / at.world_size)),
-                ),
-                look=DIGITS,
-            ),
-            Calls(_backward, PAIR, look=PAIR, value="backward"),
-            _close("twice", _twice, what="the gradient of two uses of x", look=TWO_USES),
+        looks=(
+            (UNWAITED, NOT_WAITED),
+            (INSIDE, EACH_ONCE),
+            (RETURNED, WHOSE),
+            (HAS_GRAPH, NO_GRADIENT),
+            (GRAD_OF_PART, GATHERED),
+            (GRAD_OF_X, WHOSE),
+            (RUNS, ONCE),
+            (ORDER, PAIR),
+            (AT_THE_END, KEEPS),
+            ("raised", EQUAL_PARTS),
+            ("hang", SOME_RANKS),
+            ("mismatch", SOME_RANKS),
         ),
         success="Sums and gradients on 1 to 4 ranks; a gather and a reduce-scatter in each pass.",
     ),
     wrong=(
-        Edit(ENTER, _enter_back(f"({SLICE})(grad)"), SLICED),
-        Edit(ENTER, _enter_back(f"scatter_sum(grad / {P})"), MEAN_BACK),
-        Edit(LEAVE, _leave_back(f"gather(grad) * {P}"), TIMES_P),
-        Edit(LEAVE, _leave_back(f"gather(grad) / {P}"), DIVIDED_BACK),
-        Edit(
-            LEAVE,
-            _leave_back(f"torch.cat([grad * (r == {RANK}) for r in range({P})], 1)[:, :seq]"),
-            ONLY_OWN,
-        ),
+        _enter_back(f"({SLICE})(grad)", SLICED),
+        _enter_back(f"scatter_sum(grad / {P})", MEAN),
+        _leave_back(f"gather(grad) * {P}", TIMES_P),
+        _leave_back(f"gather(grad) / {P}", MEAN),
+        _leave_back(f"torch.cat([grad * (r == {RANK}) for r in range({P})], 1)[:, :seq]", ONLY_OWN),
+        Edit(LEAVE, "scatter_sum(out)", NO_GRADIENT),
+        Edit(ENTER, "gather(x)", NO_GRADIENT),
         Edit("out, scatter_sum", f"out / {P}, scatter_sum", MEAN),
-        Edit("out, scatter_sum", "out / 4, scatter_sum", BY_FOUR),
         Edit("out, scatter_sum", f"out, {SLICE}", OWN_SUM),
         Edit("parts])", "parts[1:] + parts[:1]])", OTHERS),
-        Edit(CAT, "torch.cat(parts[::-1], dim=1)", ORDER),
-        Edit(CAT, f"torch.cat(parts[{RANK}:] + parts[:{RANK}], dim=1)", ORDER),
+        Edit(CAT, "torch.cat(parts[::-1], dim=1)", EACH_ONCE),
         Edit("_like(x) for _ in range(dist.get_world_size())]", f"_like(x)] * {P}", EACH_ONCE),
         Edit(CAT, "torch.cat(parts)", OTHER_DIM),
-        Edit(CAT, "torch.cat(parts, dim=2)", OTHER_DIM),
         Edit(CAT, "torch.cat(parts).reshape(len(x), -1, x.shape[2])", OTHER_DIM),
-        Edit("chunk(p, dim=1)", "chunk(p, dim=2)", PARTS),
+        Edit("chunk(p, dim=1)", "chunk(p, dim=2)", EQUAL_PARTS),
+        Edit(PADDED, "x", EQUAL_PARTS),
+        Edit(PADDED, "x[:, : x.shape[1] // p * p]", EQUAL_PARTS),
+        Edit("x = x.contiguous()", "x = x.view(-1).view(x.shape)", EQUAL_PARTS),
         Edit("[:, :seq]", "", PADDING_STAYS),
-        Edit(PADDED, "x", PARTS),
-        Edit(PADDED, "x[:, : x.shape[1] // p * p]", PARTS),
-        Edit("x = x.contiguous()", "x = x.view(-1).view(x.shape)", CONTIGUOUS),
+        Edit(PADDED, PADDED.replace("x,", "x.float(),"), DIGITS),
         Edit(
             SCATTER,
             "total = torch.cat(parts, 1)\ndist.all_reduce(total)\n"
             f"own.copy_(total.chunk(p, 1)[{RANK}])",
             PAIR,
         ),
-        Edit(
-            SCATTER,
-            "wholes = [torch.cat(parts, 1) for _ in parts]\n"
-            "dist.all_gather(wholes, torch.cat(parts, 1))\n"
-            f"own.copy_(torch.stack(wholes).sum(0).chunk(p, 1)[{RANK}])",
-            PAIR,
-        ),
-        Edit(
-            GATHER,
-            f"total = torch.zeros({P}, *x.shape, dtype=x.dtype)\ntotal[{RANK}] = x\n"
-            "dist.all_reduce(total)\nparts = list(total)",
-            PAIR,
-        ),
-        Edit(
-            ENTER,
-            _enter_back(f"({SLICE})(reduced(grad))"),
-            PAIR,
-            also=(
-                (
-                    "gather = partial(gather_tokens, seq=seq)",
-                    "gather = partial(gather_tokens, seq=seq)\n"
-                    "def reduced(grad):\n"
-                    "    total = grad.clone()\n    dist.all_reduce(total)\n    return total",
-                ),
-            ),
-        ),
         Edit(OWN, f"own = {BUFFER.format('parts[0]')}", KEEPS),
-        Edit(ENTER, _enter_back(f"{BUFFER.format('x')}.copy_(scatter_sum(grad))"), TWO_USES),
+        _enter_back(f"{BUFFER.format('x')}.copy_(scatter_sum(grad))", KEEPS),
         Edit(SCATTER, f"{SCATTER}\nx.zero_()", KEEPS),
-        Edit(SCATTER, SCATTER.replace("parts])", "parts], async_op=True)"), NOT_WAITED),
         Edit(GATHER, GATHER.replace("x)", "x, async_op=True)"), NOT_WAITED),
         Edit(SCATTER, f"if x.any():\n    {SCATTER}", SOME_RANKS),
-        Edit(PADDED, PADDED.replace("x,", "x.float(),"), DTYPE),
-        Edit("out = part(", "part(x)\nout = part(", RUNS_ONCE),
-        Edit(ENTER, "gather(x)", NO_GRADIENT),
         Edit(ENTER, ENTER.replace("scatter_sum", "gather"), ADJOINT),
         Edit(LEAVE, LEAVE.replace("gather", "scatter_sum"), ADJOINT),
-        Edit(LEAVE, "scatter_sum(out)", ONLY_OWN),
         Edit(
             f"return {LEAVE}",
             f"return {LEAVE} if torch.is_grad_enabled() else ({SLICE})(out)",
             NOT_TRAINING,
         ),
+        SEEDS,
     ),
 )
