@@ -281,52 +281,14 @@ LOSS = Exercise(
         Edit(TOP, f"logits = logits.detach()\n{TOP}", NO_GRADIENT),
         Edit(RETURN, f"return ({MEAN}).item()", NO_GRADIENT),
         Edit("logits.detach().max", "logits.max", IN_GRAPH),
-        Edit(
-            TOTAL,
-            "reduce_from_region(copy_to_region(shifted.exp().sum(-1)))",
-            SUMMED_BACK,
-            also=((LOSSES, LOSSES.replace("(own)", "(copy_to_region(own))")),),
-        ),
-        Edit(
-            TOTAL,
-            "shifted.exp().sum(-1) * 1.0\ndist.all_reduce(total)",
-            OUTSIDE,
-            also=((LOSSES, "own = own * 1.0\ndist.all_reduce(own)\nlosses = total.log() - own"),),
-        ),
+        Edit(RETURN, f"return copy_to_region({MEAN})", SUMMED_BACK),
+        Edit(TOTAL, "shifted.exp().sum(-1) * 1.0\ndist.all_reduce(total)", OUTSIDE),
         Edit(RETURN, f"return reduce_from_region({MEAN}) / dist.get_world_size()", DIVIDED),
-        Edit(
-            TOP,
-            "vocab = torch.tensor(first + logits.shape[1])\n"
-            "dist.all_reduce(vocab, dist.ReduceOp.MAX)\n"
-            "whole = logits.new_zeros(len(logits), int(vocab))\n"
-            "whole[:, first : first + logits.shape[1]] = logits\n"
-            "return F.cross_entropy(reduce_from_region(whole), targets)",
-            ENOUGH,
-        ),
+        Edit(RETURN, f"dist.all_reduce(top)\n{RETURN}", ENOUGH),
         Edit(TOP, f"logits = copy_to_region(logits)\n{TOP}", EVERY_CALL),
-        Edit(
-            LOSSES,
-            "losses = total.log() - (reduce_from_region(own) if here.any() else own)",
-            EVERY_CALL,
-        ),
-        Edit(
-            LOSSES,
-            LOSSES.replace("(own)", "(own) if logits.requires_grad else total.log() - own"),
-            NOT_TRAINING,
-        ),
         Edit(LOSSES, f"{LOSSES}\nif not torch.is_grad_enabled():\n    losses = own", NOT_TRAINING),
         Edit(SHIFT, "logits.data.sub_(top[:, None])\nshifted = logits", CALLERS),
-        Edit(
-            TOTAL,
-            "shifted.exp().sum(-1)\n"
-            "total = total + (reduce_from_region(total.detach()) - total.detach())",
-            APART,
-        ),
-        Edit(
-            MEAN,
-            MEAN.replace("/ ", f"/ {REMEMBERED}(f'{{len(targets)}} {{counts.all()}}', ") + ")",
-            KEPT,
-        ),
+        Edit("/ counts.sum()", f"/ {REMEMBERED}(f'{{counts.all()}}', counts.sum())", KEPT),
         SEEDS,
     ),
 )

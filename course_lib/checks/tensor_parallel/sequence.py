@@ -16,6 +16,7 @@ from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
 from course_lib.checks.properties import DIGITS, NOT_WAITED, SEEDS
+from course_lib.checks.tensor_parallel.parts import NOT_TRAINING
 from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch
 
 PADDING = 99.0  # what the last ranks' tokens hold that are none, where p does not divide seq
@@ -31,10 +32,7 @@ OTHER_DIM = Cause(
     "Tokens are dim 1 of [batch, seq, hidden], and every rank has its part of each sequence: "
     "concatenate and cut along dim 1. (What collectives write one after the other is dim 0.)"
 )
-PADDING_STAYS = Cause(
-    "The padding is still there: the part gets seq tokens, and the gradient of the padding is not "
-    "the gradient of a token."
-)
+PADDING_STAYS = Cause("The padding is still there: the part gets seq tokens, and no others.")
 EQUAL_PARTS = Cause(
     "The sum is cut into p equal parts of ceil(seq / p) tokens, along dim 1, each contiguous: "
     "where p does not divide seq, pad it with zeros first. x, too, may be a transposed tensor."
@@ -51,10 +49,7 @@ ONLY_OWN = Cause(
     "Only the own tokens have a gradient: this rank's part has contributed to the sums of all "
     "tokens, and the other ranks hold their gradients. Backward of a reduce-scatter gathers them."
 )
-TIMES_P = Cause(
-    "{p} times too large: each token's gradient is on one rank, and needs to be gathered, not "
-    "summed."
-)
+TIMES_P = Cause("{p} times too large: each token's gradient is on one rank. Gather it only.")
 NO_GRADIENT = Cause("Did detach or no_grad cut the graph? The gradient is what backward returns.")
 ADJOINT = Cause(
     "Backward returns what has the shape of forward's input: a gather's backward is the "
@@ -70,10 +65,6 @@ KEEPS = Cause(
     "Other code may still need this tensor: write into a new one each time, and keep no buffer."
 )
 SOME_RANKS = Cause("Every rank makes each call, with the same shape, also with padding only.")
-NOT_TRAINING = Cause(
-    "Evaluation needs the same sums: leave it to autograd whether there is a gradient, and do not "
-    "check the mode."
-)
 WHOSE = Cause(
     "Which rank's term is missing, or there twice? With 12 tokens, rank r's part multiplies by "
     "10**r."
