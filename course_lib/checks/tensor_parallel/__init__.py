@@ -1,8 +1,7 @@
 """The exercises of notebook 07_tensor_parallel, from f and g to the pair of sequence parallelism.
 
 Each stands with its check in a file of its own: `pair` (f and g), `mlp`, `heads`, `loss`, `price`,
-`sequence`. What one process computes, with which the ranks are compared, is in `whole_...`, and
-what a rank observes in `seen_...`.
+`sequence`; what several need is in `parts`.
 """
 
 from course_lib.checks.tensor_parallel.heads import HEADS

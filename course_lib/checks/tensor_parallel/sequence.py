@@ -106,9 +106,11 @@ def _digit(rank: int) -> Tensor:
 
 
 EVEN = _numbers(2, 12, 3), _numbers(2, 12, 3, first=7) ** 2, _digit
+SEVEN = _numbers(2, 7, 3)
 USES = {
     "12 tokens": Use(*EVEN),
-    "7 tokens": Use(_numbers(2, 7, 3), _numbers(2, 7, 3, first=7) ** 2, _digit),
+    "7 tokens": Use(SEVEN, _numbers(2, 7, 3, first=7) ** 2, _digit),
+    "7 tokens, one number is nan": Use(SEVEN.where(SEVEN != 4, torch.nan), SEVEN, _digit),
     "7 tokens, not contiguous, in bfloat16": Use(
         _numbers(2, 7, 2).bfloat16(),
         _numbers(2, 7, 2, first=3).bfloat16(),
