@@ -112,7 +112,7 @@ class ByExample(OnRanks):
     def _values(self, run: Run, step: str, facet: str) -> list[Any]:
         """Return the values of a facet by rank; of those in `equal`, whether they are."""
         found = [rank[step].get(facet) for rank in run.by_rank]
-        if facet not in self.equal:
+        if facet not in self.equal or None in found:
             return found
         first = {str(group): value for group, value in reversed(found)}
         return [

@@ -143,44 +143,44 @@ class Done:
         return True
 
 
-def _not_waited(all_reduce: Answer, x: Tensor, **options: Any) -> Any:
-    all_reduce(x, **options | {"async_op": True})
+def _not_waited(all_reduce: Answer, x: Tensor, *op: Any, **options: Any) -> Any:
+    all_reduce(x, *op, **options | {"async_op": True})
     return Done()
 
 
-def _at_once(all_reduce: Answer, x: Tensor, **options: Any) -> Any:
-    all_reduce(x, **options | {"async_op": False})
+def _at_once(all_reduce: Answer, x: Tensor, *op: Any, **options: Any) -> Any:
+    all_reduce(x, *op, **options | {"async_op": False})
     return Done()
 
 
-def _in_bfloat16(all_reduce: Answer, x: Tensor, **options: Any) -> Any:
+def _in_bfloat16(all_reduce: Answer, x: Tensor, *op: Any, **options: Any) -> Any:
     small = x.bfloat16()
-    all_reduce(small, **options | {"async_op": False})
+    all_reduce(small, *op, **options | {"async_op": False})
     x.copy_(small)
     return Done()
 
 
-def _finite(all_reduce: Answer, x: Tensor, **options: Any) -> Any:
-    return all_reduce(x.copy_(x.nan_to_num(0.0, 0.0, 0.0)), **options)
+def _finite(all_reduce: Answer, x: Tensor, *op: Any, **options: Any) -> Any:
+    return all_reduce(x.copy_(x.nan_to_num(0.0, 0.0, 0.0)), *op, **options)
 
 
-def _if_any(all_reduce: Answer, x: Tensor, **options: Any) -> Any:
-    return all_reduce(x, **options) if x.any() else Done()
+def _if_any(all_reduce: Answer, x: Tensor, *op: Any, **options: Any) -> Any:
+    return all_reduce(x, *op, **options) if x.any() else Done()
 
 
-def _first_rank(all_reduce: Answer, x: Tensor, **options: Any) -> Any:
-    return all_reduce(x, **options) if dist.get_rank() == 0 else Done()
+def _first_rank(all_reduce: Answer, x: Tensor, *op: Any, **options: Any) -> Any:
+    return all_reduce(x, *op, **options) if dist.get_rank() == 0 else Done()
 
 
-def _one_by_one(all_reduce: Answer, x: Tensor, **options: Any) -> Any:
-    works = [all_reduce(one, **options) for one in x.view(-1).split(1)]
+def _one_by_one(all_reduce: Answer, x: Tensor, *op: Any, **options: Any) -> Any:
+    works = [all_reduce(one, *op, **options) for one in x.view(-1).split(1)]
     for work in filter(None, works[:-1]):
         work.wait()
     return works[-1]
 
 
-def _whole_world(all_reduce: Answer, x: Tensor, group: Any = None, **options: Any) -> Any:
-    return all_reduce(x, **options)
+def _whole_world(all_reduce: Answer, x: Tensor, *op: Any, group: Any = None, **options: Any) -> Any:
+    return all_reduce(x, *op, **options)
 
 
 def _size(change: Callable[[Answer], Answer]) -> Breaks:
