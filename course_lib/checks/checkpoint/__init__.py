@@ -1,7 +1,6 @@
 """The exercises of notebook 14_checkpoint: publish, reshard, resume, the best interval.
 
-Each stands with its check in a file of its own: `publish` (its wrong answers in
-`publish_mistakes`), `reshard`, `resume`, `interval`.
+Each stands with its check in a file of its own: `publish`, `reshard`, `resume`, `interval`.
 """
 
 from course_lib.checks.checkpoint.interval import INTERVAL

@@ -1,12 +1,10 @@
 """Exercise 4 of 14_checkpoint: the best interval, from measurements, and what it costs."""
 
-from math import sqrt
 from random import Random
 from typing import Any
 
-from course_lib.checkpoint.cost import expected_overhead
 from course_lib.checks.cases import Case, Cases
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 
 PAIR = Cause("Need two numbers: the steps between checkpoints, and the expected overhead.")
@@ -57,30 +55,28 @@ def _shown(result: Any, *_arguments: Any) -> dict[str, Any]:
         raise failed(f"got {result!r}"[:200], PAIR) from None
 
 
-def _young(*measured: float) -> tuple[int, float, float]:
-    """Return steps, the seconds of their interval, and the mean time between failures."""
-    save_s, step_s, _, failures, seen_s, gpus_then, gpus = measured
-    mtbf_s = seen_s / failures * gpus_then / gpus
-    steps = max(1, round(sqrt(2 * save_s * mtbf_s) / step_s))
-    return steps, steps * step_s, mtbf_s
+OTHER_COUNT = Cause("The failures were seen on another number of GPUs: more fail more often.")
+HALVED = Cause("Twice the GPUs fail twice as often: the time between failures is halved.")
+PER_SECOND = Cause("That is failures per second; the formula has seconds per failure.")
+WITHOUT_2 = Cause("Where is the 2? A failure loses half an interval on average.")
+HALF = Cause("A failure can come at any moment: half an interval is lost on average.")
+RESTARTS = Cause("Every failure costs a restart, too.")
+PER_FAILURE = Cause("A restart comes with every failure, not with every checkpoint.")
+ONE_STEP = Cause("There is no shorter interval than one step.")
+RETURNED = Cause("Compute the overhead of the interval that you return: a whole number of steps.")
+IN_STEPS = Cause("Those are seconds: return the number of steps between two checkpoints.")
+LEAVES_OUT = Cause("Use the sum in the exercise: it leaves out failures during saves.")
+DALYS = Cause("That is Daly's formula, as in the library: use the sum in the exercise.")
+FRACTION = Cause("The overhead is a fraction, such as 0.07, not a percentage.")
+SAVES = Cause("A save costs time, too, once per interval.")
+NEAREST = Cause("Round to the nearest whole number of steps; int() drops the decimals.")
 
-
-def _from_measured(*measured: float) -> tuple[int, float]:
-    steps, interval_s, mtbf_s = _young(*measured)
-    return steps, (measured[0] + measured[2]) / interval_s + interval_s / 2 / mtbf_s
-
-
-def _dalys_cost(*measured: float) -> tuple[int, float]:
-    steps, interval_s, mtbf_s = _young(*measured)
-    return steps, expected_overhead(interval_s, measured[0], mtbf_s, measured[2])
-
-
-def _in_percent(*measured: float) -> tuple[int, float]:
-    steps, interval_s, mtbf_s = _young(*measured)
-    return steps, 100 * (measured[0] / interval_s + (interval_s / 2 + measured[2]) / mtbf_s)
-
-
-_MTBF = "mtbf_s = seen_s / failures * gpus_then / gpus"
+MTBF, AFTER = "mtbf_s = seen_s / failures * gpus_then / gpus", "interval_s = steps * step_s"
+ROOT = "sqrt(2 * save_s * mtbf_s)"
+LOST, COSTS = "(interval_s / 2 + restart_s) / mtbf_s", "save_s / interval_s"
+OVERHEAD = f"{COSTS} + {LOST}"
+EXPECTED = "expected_overhead(interval_s, save_s, mtbf_s, restart_s)"
+LIBRARY = "from course_lib.checkpoint.cost import expected_overhead"
 
 INTERVAL = Exercise(
     key="checkpoint-4",
@@ -93,83 +89,25 @@ INTERVAL = Exercise(
         success="Right for 4 GPUs and for 16,384.",
     ),
     wrong=(
-        Edit(
-            _MTBF,
-            "mtbf_s = seen_s / failures",
-            Cause("The failures were seen on another number of GPUs: more GPUs fail more often."),
-        ),
-        Edit(
-            _MTBF,
-            "mtbf_s = seen_s / failures / gpus_then * gpus",
-            Cause("Twice the GPUs fail twice as often: the time between failures is halved."),
-        ),
-        Edit(
-            _MTBF,
-            "mtbf_s = failures / seen_s * gpus / gpus_then",
-            Cause("That is failures per second; the formula has seconds per failure."),
-        ),
-        Edit(
-            "sqrt(2 * save_s * mtbf_s)",
-            "sqrt(save_s * mtbf_s)",
-            Cause("Where is the 2? A failure loses half an interval on average."),
-        ),
-        Edit(
-            "interval_s / 2 + restart_s",
-            "interval_s + restart_s",
-            Cause("A failure can come at any moment: half an interval is lost on average."),
-        ),
-        Edit(
-            "(interval_s / 2 + restart_s)",
-            "interval_s / 2",
-            Cause("Every failure costs a restart, too."),
-        ),
-        Own(
-            _from_measured,
-            Cause("A restart comes with every failure, not with every checkpoint."),
-        ),
+        Edit(MTBF, "mtbf_s = seen_s / failures", OTHER_COUNT),
+        Edit(MTBF, "mtbf_s = seen_s / failures / gpus_then * gpus", HALVED),
+        Edit(MTBF, "mtbf_s = failures / seen_s * gpus / gpus_then", PER_SECOND),
+        Edit(ROOT, "sqrt(save_s * mtbf_s)", WITHOUT_2),
+        Edit(LOST, "(interval_s + restart_s) / mtbf_s", HALF),
+        Edit(LOST, "interval_s / 2 / mtbf_s", RESTARTS),
+        Edit(OVERHEAD, "(save_s + restart_s) / interval_s + interval_s / 2 / mtbf_s", PER_FAILURE),
         Edit(
             "max(1, round(",
             "max(0, round(",
-            Cause("There is no shorter interval than one step."),
-            also=(("interval_s = steps * step_s", "interval_s = max(steps, 1) * step_s"),),
+            ONE_STEP,
+            also=((AFTER, "interval_s = max(steps, 1) * step_s"),),
         ),
-        Edit(
-            "interval_s = steps * step_s",
-            "interval_s = sqrt(2 * save_s * mtbf_s)",
-            Cause("Compute the overhead of the interval that you return: a whole number of steps."),
-        ),
-        Edit(
-            "sqrt(2 * save_s * mtbf_s) / step_s",
-            "sqrt(2 * save_s * mtbf_s)",
-            Cause("Those are seconds: divide by the seconds of a step."),
-        ),
-        Edit(
-            "return steps, save_s / interval_s",
-            "return interval_s, save_s / interval_s",
-            Cause("Those are seconds: return the number of steps between two checkpoints."),
-        ),
-        Edit(
-            "(interval_s / 2 + restart_s) / mtbf_s",
-            "(interval_s / 2 + restart_s) / mtbf_s * (1 + save_s / interval_s)",
-            Cause("Use the sum in the exercise: it leaves out failures during saves."),
-        ),
-        Own(
-            _dalys_cost,
-            Cause("That is Daly's formula, as in the library: use the sum in the exercise."),
-        ),
-        Own(
-            _in_percent,
-            Cause("The overhead is a fraction, such as 0.07, not a percentage."),
-        ),
-        Edit(
-            "save_s / interval_s + ",
-            "",
-            Cause("A save costs time, too, once per interval."),
-        ),
-        Edit(
-            "max(1, round(sqrt(2 * save_s * mtbf_s) / step_s))",
-            "max(1, int(sqrt(2 * save_s * mtbf_s) / step_s))",
-            Cause("Round to the nearest whole number of steps; int() drops the decimals."),
-        ),
+        Edit(AFTER, f"interval_s = {ROOT}", RETURNED),
+        Edit("return steps,", "return interval_s,", IN_STEPS),
+        Edit(LOST, f"{LOST} * (1 + {COSTS})", LEAVES_OUT),
+        Edit(OVERHEAD, EXPECTED, DALYS, also=((MTBF, f"{LIBRARY}\n{MTBF}"),)),
+        Edit(OVERHEAD, f"100 * ({OVERHEAD})", FRACTION),
+        Edit(f"{COSTS} + ", "", SAVES),
+        Edit(f"round({ROOT} / step_s)", f"int({ROOT} / step_s)", NEAREST),
     ),
 )

@@ -7,8 +7,7 @@ from typing import Any
 
 from course_lib.checkpoint.manifest import MANIFEST
 from course_lib.checkpoint.power_cut import Cut, DiskFiles, EmulatedDisk, Operation, cuts
-from course_lib.checks.checkpoint import publish_mistakes as mistakes
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, described, failed
 from course_lib.checks.limits import little_memory
 
@@ -234,62 +233,64 @@ def _place(saved: RecordedSave, cut: Cut) -> str:
     return f"{before} `{saved.operations[cut.done]}`"
 
 
-_RENAME = 'disk.rename(f"{new}/manifest.tmp", f"{new}/manifest.json")'
-_OLD_LOOP = 'for name in sorted(disk.names(old), key=lambda name: name != "manifest.json"):'
-
+CLEANS, WRITE = "for left in", 'disk.write(f"{new}/{name}", content)'
+DATA = f"""\
+    for name, content in files.items():
+        {WRITE}
+        disk.sync(f"{{new}}/{{name}}")
+"""
+RENAME = 'disk.rename(f"{new}/manifest.tmp", f"{new}/manifest.json")'
+OLD_LOOP = 'for name in sorted(disk.names(old), key=lambda name: name != "manifest.json"):'
+OLD_FIRST = "for name in disk.names(old or ''):\n    disk.remove(f'{old}/{name}')"
+LATE = """\
+disk.sync_names()
+for name in {*there} & {*disk.names(new)}:
+    disk.remove(f"{new}/{name}")"""
+MOVES = """\
+disk.sync_names()
+for name in disk.names(new):
+    disk.rename(f"{new}/{name}", f"{final}/{name}")
+disk.sync_names()"""
+STAYS, NO_CLEANING = ("if old:", "if False:"), ("disk.remove(left)", "pass")
 
 PUBLISH = Exercise(
     key="checkpoint-1",
     title="publish whole or not at all",
     check=SurvivesCuts(),
     wrong=(
-        Own(mistakes.in_place, IN_PLACE),
-        Own(mistakes.directly, MANIFEST_TORN),
-        Own(mistakes.manifest_first, MANIFEST_FIRST),
-        Own(mistakes.removes_first, OLD_TOO_EARLY),
+        Edit(CLEANS, f"new = old or new\n{CLEANS}", IN_PLACE, also=(STAYS, NO_CLEANING)),
+        Edit(RENAME, 'disk.write(f"{new}/manifest.json", manifest)', MANIFEST_TORN),
+        Edit(DATA, "", MANIFEST_FIRST, also=((f"    {RENAME}\n", f"    {RENAME}\n{DATA}"),)),
+        Edit(CLEANS, f"{OLD_FIRST}\n{CLEANS}", OLD_TOO_EARLY, also=(STAYS,)),
         Edit('disk.sync(f"{new}/{name}")', "pass", DATA_NOT_SYNCED),
         Edit('disk.sync(f"{new}/manifest.tmp")', "pass", MANIFEST_NOT_SYNCED),
         Edit("disk.sync_names()", "pass", NAMES_NOT_SYNCED),
-        Edit(_OLD_LOOP, "for name in disk.names(old)[::-1]:", OLD_NOT_HIDDEN),
-        Edit(_OLD_LOOP, 'for name in ("manifest.json", *files):', OLD_STAYS),
+        Edit(OLD_LOOP, "for name in disk.names(old):", OLD_NOT_HIDDEN),
+        Edit(OLD_LOOP, 'for name in ("manifest.json", *files):', OLD_STAYS),
+        Edit(*NO_CLEANING, LEFT),
+        Edit("disk.names(new)]", "disk.names(new) if old]", LEFT),
         Edit(
-            _RENAME,
-            _RENAME + "\nsync_names, disk.sync_names = disk.sync_names, lambda: None",
-            NAMES_NOT_SYNCED,
+            CLEANS,
+            f"there = {{*disk.names(new)}} & {{*files}}\n{CLEANS}",
+            TRUSTED,
             also=(
-                (
-                    'disk.remove(f"{old}/{name}")',
-                    'disk.remove(f"{old}/{name}")\nsync_names()',
-                ),
+                ("disk.names(new)]", "disk.names(new) if name not in files]"),
+                (WRITE, f"if name not in there:\n    {WRITE}"),
             ),
         ),
-        Edit("disk.remove(f", "disk.sync(f", OLD_STAYS),
-        Edit("disk.remove(left)", "pass", LEFT),
-        Own(mistakes.known_left(mistakes.of_ranks), LEFT),
-        Own(mistakes.known_left(mistakes.not_temporary), LEFT),
-        Own(mistakes.only_over_an_old_one, LEFT),
-        Own(mistakes.ranks_of_the_old, OLD_STAYS),
-        Own(mistakes.as_they_come, OLD_NOT_HIDDEN),
-        Own(mistakes.resumes, TRUSTED),
-        Own(mistakes.cleans_late, REMOVED),
-        Own(mistakes.staged, ANOTHER_FOLDER),
+        Edit(
+            CLEANS,
+            f"there = disk.names(new)\n{CLEANS}",
+            REMOVED,
+            also=(NO_CLEANING, ("disk.sync_names()", LATE)),
+        ),
+        Edit(
+            CLEANS,
+            f"final, new = new, f'tmp {{new}}'\n{CLEANS}",
+            ANOTHER_FOLDER,
+            also=(("disk.sync_names()", MOVES),),
+        ),
         Edit("if old:", "if True:", NO_OLD),
         Edit("in files.items():", "in list(files.items())[:1]:", NOT_ALL),
-        Edit("content)", "content[:-1])", OTHER_CONTENT),
-        Edit(
-            "disk.sync_names()",
-            'disk.write(f"{new}/done", b"")\ndisk.sync_names()',
-            LEFT,
-        ),
-        Edit(
-            _RENAME,
-            'disk.write(f"{new}/manifest.json", manifest)\ndisk.sync(f"{new}/manifest.json")',
-            MANIFEST_TORN,
-        ),
-        Edit(
-            "disk.sync_names()",
-            'disk.remove("other run/manifest.json")\ndisk.sync_names()',
-            NOT_OURS,
-        ),
     ),
 )

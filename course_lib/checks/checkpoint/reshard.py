@@ -5,7 +5,7 @@ from random import Random
 from typing import Any
 
 from course_lib.checks.cases import Case, Cases
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 
 Numbers = list[int]
@@ -85,20 +85,26 @@ def _shown(result: Any, *_arguments: Any) -> list[Any]:
     try:
         return sorted(
             [str(file), *([int(n) for n in numbers] for numbers in three)]
-            for file, *three in result
-            if len(three) == 3 or _reject(result)
+            for file, *three in [(file, a, b, c) for file, a, b, c in result]
         )
     except (TypeError, ValueError):
         raise failed(f"got {result!r}"[:200], FOUR) from None
 
 
-def _reject(result: Any) -> bool:
-    raise failed(f"got {result!r}"[:200], FOUR)
+TOUCH = Cause("Boxes that only touch share nothing: there is nothing to read.")
+SOME_DIM = Cause("Boxes overlap if they do so in every dim, not in some.")
+IN_FILE = Cause("Positions in a file count from the beginning of the saved box.")
+IN_RANK = Cause("A rank holds only its own box: count from where the wanted box begins.")
+NOT_ENDS = Cause("Those are the ends, not the sizes: subtract the beginnings.")
+WHOLE_BOXES = Cause("You read whole boxes: read only the overlap, a rank has no room for more.")
+EXCHANGED = Cause("Exchange the positions: first the one in the saved box, then in the wanted.")
+LATER = Cause("An overlap begins at the later beginning of the two boxes.")
+EARLIER = Cause("An overlap ends at the earlier end of the two boxes.")
+SEVERAL = Cause("A wanted box may lie in several files: read from all of them.")
 
-
-def _own_file(saved: Sequence[FileBox], wanted: tuple[Numbers, Numbers]) -> list[Any]:
-    return [(saved[0][0], [0 for _ in wanted[0]], [0 for _ in wanted[0]], wanted[1])]
-
+OVERLAP, SIZES = "all(map(lt, start, stop))", "list(map(sub, stop, start))"
+OLD_ORDER, NEW_ORDER = "(file, list(in_file), list(in_rank)", "(file, list(in_rank), list(in_file)"
+IMPORT = ("found = []", "from math import prod\nfound = []")
 
 RESHARD = Exercise(
     key="checkpoint-2",
@@ -113,75 +119,21 @@ RESHARD = Exercise(
         unchanged=UNCHANGED,
     ),
     wrong=(
-        Edit(
-            "all(map(lt, start, stop))",
-            "all(a <= b for a, b in zip(start, stop, strict=True))",
-            Cause("Boxes that only touch share nothing: there is nothing to read."),
-        ),
-        Edit(
-            "if all(",
-            "if not start or any(",
-            Cause("Boxes overlap if they do so in every dim, not in some."),
-        ),
-        Edit(
-            "list(in_file)",
-            "start",
-            Cause("Positions in a file count from the beginning of the saved box."),
-        ),
-        Edit(
-            "list(in_rank)",
-            "start",
-            Cause("A rank holds only its own box: count from where the wanted box begins."),
-        ),
-        Edit(
-            "list(map(sub, stop, start))",
-            "stop",
-            Cause("Those are the ends, not the sizes: subtract the beginnings."),
-        ),
-        Edit(
-            "list(map(sub, stop, start))",
-            "sizes",
-            Cause("You read whole boxes: read only the overlap, a rank has no room for more."),
-        ),
-        Edit(
-            "(file, list(in_file), list(in_rank)",
-            "(file, list(in_rank), list(in_file)",
-            Cause("Exchange the positions: first the one in the saved box, then in the wanted."),
-        ),
-        Edit(
-            "map(max, offsets",
-            "map(min, offsets",
-            Cause("An overlap begins at the later beginning of the two boxes."),
-        ),
-        Edit(
-            "map(min, map(add",
-            "map(max, map(add",
-            Cause("An overlap ends at the earlier end of the two boxes."),
-        ),
-        Edit(
-            "return found",
-            "return found[:1]",
-            Cause("A wanted box may lie in several files: read from all of them."),
-        ),
-        Edit(
-            "if all(map(lt, start, stop)):",
-            "if start[:1] < stop[:1] or not start:",
-            EVERY_DIM,
-        ),
-        Edit("all(map(lt, start, stop))", "all(map(lt, start[:2], stop[:2]))", EVERY_DIM),
+        Edit(OVERLAP, "all(a <= b for a, b in zip(start, stop, strict=True))", TOUCH),
+        Edit("if all(", "if not start or any(", SOME_DIM),
+        Edit("list(in_file)", "start", IN_FILE),
+        Edit("list(in_rank)", "start", IN_RANK),
+        Edit(SIZES, "stop", NOT_ENDS),
+        Edit(SIZES, "sizes", WHOLE_BOXES),
+        Edit(OLD_ORDER, NEW_ORDER, EXCHANGED),
+        Edit("map(max, offsets", "map(min, offsets", LATER),
+        Edit("map(min, map(add", "map(max, map(add", EARLIER),
+        Edit("return found", "return found[:1]", SEVERAL),
+        Edit(OVERLAP, "not start or start[0] < stop[0]", EVERY_DIM),
         Edit("map(add, *wanted)", "wanted[1]", ENDS),
         Edit("map(add, offsets, sizes)", "sizes", ENDS),
         Edit("if all(", "if start and all(", NO_DIMS),
         Edit("found = []", "saved.sort()\nfound = []", UNCHANGED),
-        Edit(
-            "all(map(lt, start, stop))",
-            "prod(map(sub, stop, start)) > 0",
-            NEGATIVE,
-            also=(("found = []", "from math import prod\nfound = []"),),
-        ),
-        Own(
-            _own_file,
-            Cause("Each rank reads one file, as if the number of ranks were the same as before."),
-        ),
+        Edit(OVERLAP, "prod(map(sub, stop, start)) > 0", NEGATIVE, also=(IMPORT,)),
     ),
 )

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from course_lib.checkpoint.small_trainer import (
     SmallTrainer,
     snapshot,
 )
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, described, failed
 from course_lib.checks.limits import little_memory
 
@@ -69,73 +68,53 @@ CONNECTED = Cause(
 )
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """The outcome of one answer: parts that differ after loading, and the next steps' losses."""
-
-    text: str
-    differing: tuple[str, ...]
-    differing_if_copied: tuple[str, ...]
-    losses: tuple[float, ...]
-    need: tuple[float, ...]
-    disturbed: tuple[float, ...]
-    replaced: tuple[str, ...] = ()
-    second: str = ""  # what a second load of the same state has led to
-    no_state: bool = False
+Complaint = tuple[str, Cause] | None
 
 
 class ContinuesBitEqual:
     """Stops a training, resumes it in a new trainer, and compares with one that never stopped."""
 
-    def observe(self, answer: Callable[[], Any]) -> Iterator[Resumed]:
-        """Save after some steps, train on, and load what was saved into another trainer."""
+    def observe(self, answer: Callable[[], Any]) -> Iterator[Complaint]:
+        """Save after some steps, train on, load into another trainer; yield what is wrong."""
         for after, num_samples in SAVED_AT:
             with _own_random_numbers(), little_memory():
-                seen = _resumed(answer, after, num_samples)
-            yield seen
+                complaint = _complaint(answer, after, num_samples)
+            where = f"saved after {after} steps, {num_samples} samples"
+            yield complaint and (f"{where}: {complaint[0]}", complaint[1])
 
-    def judge(self, observed: Iterable[Resumed], exercise: Exercise) -> str:
+    def judge(self, observed: Iterable[Complaint], exercise: Exercise) -> str:
         """Demand equal bits after loading, and of the losses that follow."""
         del exercise
-        for seen in observed:
-            if seen.no_state:
-                raise failed(f"{seen.text}: save returns None", NO_STATE)
-            if seen.disturbed != seen.need:
-                raise failed(f"{seen.text}: the losses after the save differ", DISTURBED)
-            if seen.differing and not seen.differing_if_copied:
-                raise failed(f"{seen.text}: {seen.differing[0]} of a later step came back",
-                             OVERWRITTEN)  # fmt: skip
-            if seen.differing:
-                what = ", ".join(seen.differing)
-                raise failed(
-                    f"{seen.text}: after loading, these differ: {what}", MISSING[seen.differing[0]]
-                )
-            if seen.replaced:
-                raise failed(f"{seen.text}: after another save, this differs: {seen.replaced[0]}",
-                             ELSEWHERE)  # fmt: skip
-            if seen.second:
-                raise failed(f"{seen.text}: loaded a second time, {seen.second}", LOADED_ONCE)
-            if seen.losses != seen.need:
-                raise failed(f"{seen.text}: all is there, yet the losses differ", CONNECTED)
+        for complaint in observed:
+            if complaint:
+                raise failed(*complaint)
         return "Stopped within an epoch, at its end and after one step: the same bits."
 
 
-def _resumed(answer: Callable[[], Any], after: int, num_samples: int) -> Resumed:
+def _complaint(answer: Callable[[], Any], after: int, num_samples: int) -> Complaint:
+    """Return the first thing that is wrong with an answer, and its cause."""
     need = _losses(_trained(after, num_samples), MORE)
-    trainer, resume = _trained(after, num_samples), answer()
+    trainer = _trained(after, num_samples)
     right = snapshot(trainer)
-    state = resume.save(trainer)
+    state = answer().save(trainer)
     copied = deepcopy(state)
-    disturbed = _losses(trainer, MORE)
-    text = f"saved after {after} steps, {num_samples} samples"
     if state is None:
-        return Resumed(text, (), (), (), need, need, no_state=True)
+        return "save returns None", NO_STATE
+    if _losses(trainer, MORE) != need:
+        return "the losses after the save differ", DISTURBED
     differing, losses = _loaded(answer(), state, right, num_samples)
-    second = "" if differing else _loaded_again(answer(), state, right, num_samples)
-    if_copied, _ = _loaded(answer(), deepcopy(copied), right, num_samples)
+    if differing:
+        if not _loaded(answer(), deepcopy(copied), right, num_samples)[0]:
+            return f"{differing[0]} of a later step came back", OVERWRITTEN
+        return f"after loading, these differ: {', '.join(differing)}", MISSING[differing[0]]
+    second = _loaded_again(answer(), state, right, num_samples)
     answer().save(trainer)  # of a later step
     replaced, _ = _loaded(answer(), copied, right, num_samples)
-    return Resumed(text, differing, if_copied, losses, need, disturbed, replaced, second)
+    if replaced:
+        return f"after another save, this differs: {replaced[0]}", ELSEWHERE
+    if second:
+        return f"loaded a second time, {second}", LOADED_ONCE
+    return None if losses == need else ("all is there, yet the losses differ", CONNECTED)
 
 
 def _loaded(
@@ -178,78 +157,38 @@ def _own_random_numbers() -> Iterator[None]:
     random.setstate(before)
 
 
-class _Nothing:
-    def save(self, trainer: SmallTrainer) -> None:
-        """Return nothing."""
-
-    def load(self, trainer: SmallTrainer, state: None) -> None:
-        """Do nothing."""
-
-
-def _forgets(line: str, part: str) -> Edit:
-    """Return the right answer without one line of load."""
-    return Edit(line, "pass", MISSING[part])
-
-
-GIVEN = "state = copy.deepcopy(state)", "given, state = state, copy.deepcopy(state)"
+LOAD_MODEL = 'trainer.model.load_state_dict(state["model"])'
+LOAD_OPTIMIZER = 'trainer.optimizer.load_state_dict(state["optimizer"])'
+LOAD_SCHEDULER = 'trainer.scheduler.load_state_dict(state["scheduler"])'
+COUNTS = 'trainer.epoch, trainer.position, trainer.step = state["counts"]'
+SET_TORCH, SET_PYTHON = 'torch.set_rng_state(state["torch"])', 'random.setstate(state["python"])'
+FROM_STEP = "trainer.position = 3 * (trainer.step % 4)"
+RETURN, TAKES = "return copy.deepcopy(state)", "state = copy.deepcopy(state)"
 
 RESUME = Exercise(
     key="checkpoint-3",
     title="which state is missing",
     check=ContinuesBitEqual(),
     wrong=(
-        _forgets('trainer.model.load_state_dict(state["model"])', "weights"),
-        _forgets('trainer.optimizer.load_state_dict(state["optimizer"])', "momentum"),
-        _forgets('trainer.scheduler.load_state_dict(state["scheduler"])', "schedule"),
-        _forgets('torch.set_rng_state(state["torch"])', "PyTorch's random numbers"),
-        _forgets('random.setstate(state["python"])', "Python's random numbers"),
+        Edit(LOAD_MODEL, "pass", MISSING["weights"]),
+        Edit(LOAD_OPTIMIZER, "pass", MISSING["momentum"]),
+        Edit(LOAD_SCHEDULER, "pass", MISSING["schedule"]),
+        Edit(SET_TORCH, "pass", MISSING["PyTorch's random numbers"]),
+        Edit(SET_PYTHON, "pass", MISSING["Python's random numbers"]),
+        Edit(COUNTS, COUNTS.replace("trainer.position", "_"), MISSING["position"]),
+        Edit(COUNTS, COUNTS.replace("trainer.epoch", "_"), MISSING["epoch"]),
+        Edit(COUNTS, COUNTS.replace("trainer.step", "_"), MISSING["step"]),
+        Edit(COUNTS, f"{COUNTS}\n{FROM_STEP}", MISSING["position"]),
+        Edit(RETURN, "return state", OVERWRITTEN),
+        Edit(TAKES, "pass", LOADED_ONCE),
+        Edit(RETURN, f"torch.manual_seed(0)\n{RETURN}", DISTURBED),
+        Edit(LOAD_OPTIMIZER, 'trainer.optimizer = state["optimizer"]', BROKEN),
+        Edit(RETURN, "pass", NO_STATE),
         Edit(
-            'trainer.epoch, trainer.position, trainer.step = state["counts"]',
-            'trainer.epoch, _, trainer.step = state["counts"]',
-            MISSING["position"],
-        ),
-        Edit(
-            'trainer.epoch, trainer.position, trainer.step = state["counts"]',
-            '_, trainer.position, trainer.step = state["counts"]',
-            MISSING["epoch"],
-        ),
-        Edit(
-            'trainer.epoch, trainer.position, trainer.step = state["counts"]',
-            'trainer.epoch, trainer.position, _ = state["counts"]',
-            MISSING["step"],
-        ),
-        Edit(
-            'torch.set_rng_state(state["torch"])',
-            "torch.manual_seed(0)",
-            MISSING["PyTorch's random numbers"],
-        ),
-        Edit("return copy.deepcopy(state)", "return state", OVERWRITTEN),
-        Edit("return copy.deepcopy(state)", "return dict(state)", OVERWRITTEN),
-        Edit("state = copy.deepcopy(state)", "pass", LOADED_ONCE),
-        Edit("state = copy.deepcopy(state)", "state = dict(state)", LOADED_ONCE),
-        Edit('state["python"])', 'given.pop("python"))', LOADED_ONCE, also=(GIVEN,)),
-        Edit(
-            'trainer.epoch, trainer.position, trainer.step = state["counts"]',
-            'trainer.epoch, _, trainer.step = state["counts"]\n'
-            "trainer.position = 3 * (trainer.step % 4)",
-            MISSING["position"],
-        ),
-        Edit(
-            "return copy.deepcopy(state)",
-            "torch.manual_seed(0)\nreturn copy.deepcopy(state)",
-            DISTURBED,
-        ),
-        Edit(
-            'trainer.optimizer.load_state_dict(state["optimizer"])',
-            'trainer.optimizer = state["optimizer"]',
-            BROKEN,
-        ),
-        Own(_Nothing, NO_STATE),
-        Edit(
-            "return copy.deepcopy(state)",
+            RETURN,
             "type(self).kept = copy.deepcopy(state)\nreturn {}",
             ELSEWHERE,
-            also=(("state = copy.deepcopy(state)", "state = copy.deepcopy(type(self).kept)"),),
+            also=((TAKES, "state = copy.deepcopy(type(self).kept)"),),
         ),
     ),
 )

@@ -6,6 +6,6 @@ Each stands with its check in a file of its own: `groups`, `finish`, `norm`, `mi
 from course_lib.checks.mesh.finish import FINISH
 from course_lib.checks.mesh.groups import GROUPS
 from course_lib.checks.mesh.misplaced import MISPLACED
-from course_lib.checks.mesh.norm import NORM
+from course_lib.checks.mesh.norm import CLIP
 
-EXERCISES = (GROUPS, FINISH, NORM, MISPLACED)
+EXERCISES = (GROUPS, FINISH, CLIP, MISPLACED)

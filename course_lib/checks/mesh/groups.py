@@ -1,6 +1,5 @@
 """Exercise 1 of 11_mesh: the group of a rank along an axis, from the sizes of the axes."""
 
-import math
 from random import Random
 from typing import Any
 
@@ -20,8 +19,6 @@ TWO = Cause("An axis may have any size: 1, 3, 4.")
 OF_RANK_0 = Cause("That is the group of rank 0 for every rank: where does this rank's begin?")
 ITSELF = Cause("A rank is a member of its own group.")
 FLIPPED = Cause("Flipping a bit works for axes of 2 only: count through the whole axis.")
-OUTERMOST = Cause("world size / axis size is the stride of the outermost axis only.")
-SIZES = Cause("Axes of the same names can have other sizes: keep nothing of an earlier call.")
 RANKS = Cause("Need a list of ranks.")
 UNCHANGED = Cause("The sizes belong to the caller: leave them as they are.")
 
@@ -62,54 +59,7 @@ def _sorted(result: Any, *_arguments: Any) -> list[int]:
         raise failed(f"got {result!r}"[:200], RANKS) from None
 
 
-def _stride(sizes: Sizes, axis: str) -> int:
-    names = list(sizes)
-    return math.prod(sizes[inner] for inner in names[names.index(axis) + 1 :])
-
-
-def _group(sizes: Sizes, rank: int, axis: str) -> list[int]:
-    stride = _stride(sizes, axis)
-    first = rank - rank // stride % sizes[axis] * stride
-    return [first + n * stride for n in range(sizes[axis])]
-
-
-def _flipped(sizes: Sizes, rank: int, axis: str) -> list[int]:
-    return [rank, rank ^ _stride(sizes, axis)]
-
-
-def _outermost(sizes: Sizes, rank: int, axis: str) -> list[int]:
-    stride = math.prod(sizes.values()) // sizes[axis]
-    return [rank % stride + n * stride for n in range(sizes[axis])]
-
-
-def _emptied(sizes: Sizes, rank: int, axis: str) -> list[int]:
-    stride, found = 1, []
-    while sizes:
-        name, size = sizes.popitem()
-        if name == axis:
-            first = rank - rank // stride % size * stride
-            found = [first + n * stride for n in range(size)]
-        stride *= size
-    return found
-
-
-_SEEN: dict[Any, list[int]] = {}
-
-
-def _remembered(sizes: Sizes, rank: int, axis: str) -> list[int]:
-    """Remember groups by the names of the axes, whatever their sizes are."""
-    key = (tuple(sizes), rank, axis)
-    if key not in _SEEN:
-        _SEEN[key] = _group(sizes, rank, axis)
-    return _SEEN[key]
-
-
-def _reordered(sizes: Sizes, rank: int, axis: str) -> list[int]:
-    found = _group(sizes, rank, axis)
-    sizes[axis] = sizes.pop(axis)
-    return found
-
-
+MEMBERS = "[first + n * stride for n in range(sizes[axis])]"
 FIRST, STEP = "rank - rank // stride % sizes[axis] * stride", "first + n * stride"
 
 GROUPS = Exercise(
@@ -126,19 +76,20 @@ GROUPS = Exercise(
     ),
     wrong=(
         Edit("reversed(sizes)", "sizes", INNERMOST),
-        Edit("if inner == axis:", "stride *= sizes[inner]\nif inner == axis:", OWN_SIZE,
-             also=(("        stride *= sizes[inner]\n    first", "    first"),)),
+        Edit(
+            "if inner == axis:",
+            "stride *= sizes[inner]\nif inner == axis:",
+            OWN_SIZE,
+            also=(("        stride *= sizes[inner]\n    first", "    first"),),
+        ),
         Edit(FIRST, "rank", BEFORE),
         Edit(FIRST, "rank // stride // sizes[axis] * sizes[axis] * stride", OTHERS),
         Edit(STEP, "first + n", CONSECUTIVE),
         Edit("range(sizes[axis])", "range(2)", TWO),
         Edit(FIRST, "0", OF_RANK_0),
         Edit("range(sizes[axis])]", "range(sizes[axis]) if first + n * stride != rank]", ITSELF),
-        Own(_flipped, FLIPPED),
-        Own(_outermost, OUTERMOST),
-        Own(_emptied, UNCHANGED),
-        Own(_reordered, UNCHANGED),
-        Own(_remembered, SIZES),
+        Edit(MEMBERS, "[rank, rank ^ stride]", FLIPPED),
+        Edit("return [", "sizes[axis] = sizes.pop(axis)\nreturn [", UNCHANGED),
         Own(lambda sizes, rank, axis: Mesh(**sizes).group(rank, axis), BORROWED),
     ),
-)  # fmt: skip
+)

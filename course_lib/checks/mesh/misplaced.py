@@ -1,10 +1,10 @@
 """Exercise 4 of 11_mesh: find the axis that should not cross nodes, from the trace of a step."""
 
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
 from course_lib.checks.cases import Case, Cases
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.core import Event
 from course_lib.mesh.mesh import Mesh
@@ -21,9 +21,7 @@ OTHER_RANKS = Cause("Rank 0's calls alone: the same call takes other ranks longe
 ANY_AXIS = Cause("A mesh can have other axes, such as cp and ep: ask the mesh.")
 MESSAGES = Cause("A message's group is its two ranks: mesh.axis_of says along which axis they are.")
 SHORT = Cause("Many calls are shorter than a millisecond: add up first, and do not round.")
-BETWEEN = Cause("Between the first call and the last there is computing, too: add up the calls.")
 OWN_GROUP = Cause("Another group of that axis leaves its node: rank 0's does not.")
-OF_SIZE = Cause("Groups of one size are not one group: compare the members.")
 OF_NO_AXIS = Cause("A call over several axes is of no axis: mesh.axis_of(group) is None, skip it.")
 UNCHANGED = Cause("The events belong to the caller: leave them as they are.")
 
@@ -31,7 +29,7 @@ UNCHANGED = Cause("The events belong to the caller: leave them as they are.")
 Calls = dict[str, tuple[int, float, int]]
 
 
-def _events(mesh: Mesh, calls: Calls, busy_s: float, gap_s: float) -> list[Event]:
+def _events(mesh: Mesh, calls: Calls, busy_s: float = 0.0, gap_s: float = 0.0) -> list[Event]:
     """Return the events of all ranks: each makes these calls, other ranks take longer.
 
     gap_s   of computing between two calls
@@ -41,7 +39,7 @@ def _events(mesh: Mesh, calls: Calls, busy_s: float, gap_s: float) -> list[Event
         at_s = 0.0
         if busy_s:
             found.append(Event(rank=rank, kind="backward", start_s=0.0, end_s=busy_s))
-        for axis, (count, seconds, num_bytes) in calls.items():
+        for axis, (count, seconds, size) in calls.items():
             group = tuple(mesh.group(rank, axis)) if axis in mesh.sizes else ()
             if axis == "world":
                 group = tuple(range(mesh.world_size))
@@ -51,22 +49,14 @@ def _events(mesh: Mesh, calls: Calls, busy_s: float, gap_s: float) -> list[Event
             longer = 1 if rank == 0 else 30 if axis == "pp" else 2 + (rank == 1)
             for _ in range(count if len(group) > 1 else 0):
                 kind, end_s = "send" if axis == "pp" else "all_reduce", at_s + longer * seconds
-                event = Event(rank=rank, kind=kind, start_s=at_s, end_s=end_s, group=group,
-                              num_bytes=num_bytes)  # fmt: skip
-                found.append(event)
+                told = Event(rank=rank, kind=kind, start_s=at_s, end_s=end_s, group=group)
+                found.append(replace(told, num_bytes=size))
                 at_s = end_s + gap_s
     return found
 
 
-def _case(
-    text: str,
-    mesh: Mesh,
-    calls: Calls,
-    ranks_per_node: int,
-    busy_s: float = 0.0,
-    gap_s: float = 0.0,
-) -> Case:
-    events = _events(mesh, calls, busy_s, gap_s)
+def _case(text: str, mesh: Mesh, calls: Calls, ranks_per_node: int, *times_s: float) -> Case:
+    events = _events(mesh, calls, *times_s)
     return f"{text}: {mesh}, {ranks_per_node} ranks per node", (mesh, events, ranks_per_node)
 
 
@@ -110,111 +100,8 @@ def _drawn(random: Random) -> list[Case]:
     return found
 
 
-def _crosses(mesh: Mesh, axis: str, ranks_per_node: int) -> bool:
-    return len({rank // ranks_per_node for rank in mesh.group(0, axis)}) > 1
-
-
-def _chosen(mesh: Mesh, ranks_per_node: int, scores: dict[str, float]) -> str | None:
-    crossing = [a for a in mesh.sizes if scores[a] and _crosses(mesh, a, ranks_per_node)]
-    return max(crossing, key=scores.__getitem__, default=None)
-
-
-def _of_rank_0(mesh: Mesh, events: Sequence[Event], axis: str) -> list[Event]:
-    return [one for one in events if one.rank == 0 and mesh.axis_of(one.group) == axis]
-
-
-def _longest(
-    mesh: Mesh,
-    events: Sequence[Event],
-    ranks_per_node: int,
-    *,
-    counts: Callable[[Event, str], bool] = lambda event, axis: event.rank == 0,
-    seconds_of: Callable[[Event], float] = lambda event: event.duration_s,
-) -> str | None:
-    """Return the axis that takes longest across nodes, of the calls that count."""
-    seconds: dict[str, float] = {}
-    for event in events:
-        axis = mesh.axis_of(event.group)
-        crosses = len({rank // ranks_per_node for rank in event.group}) > 1
-        if axis and crosses and counts(event, axis):
-            seconds[axis] = seconds.get(axis, 0.0) + seconds_of(event)
-    return max(seconds, key=seconds.__getitem__, default=None)
-
-
-def _every_rank(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    return _longest(mesh, events, ranks_per_node, counts=lambda event, axis: 0 in event.group)
-
-
-def _three_axes(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    def counts(event: Event, axis: str) -> bool:
-        return event.rank == 0 and axis in ("pp", "dp", "tp")
-
-    return _longest(mesh, events, ranks_per_node, counts=counts)
-
-
-def _whole_groups(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    def counts(event: Event, axis: str) -> bool:
-        return event.rank == 0 and event.group == tuple(mesh.group(0, axis))
-
-    return _longest(mesh, events, ranks_per_node, counts=counts)
-
-
-def _rounded(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    def seconds_of(event: Event) -> float:
-        return round(event.duration_s, 3)
-
-    return _longest(mesh, events, ranks_per_node, seconds_of=seconds_of)
-
-
-def _extent(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    spans = dict.fromkeys(mesh.sizes, 0.0)
-    for axis in spans:
-        if own := _of_rank_0(mesh, events, axis):
-            spans[axis] = max(e.end_s for e in own) - min(e.start_s for e in own)
-    return _chosen(mesh, ranks_per_node, spans)
-
-
-def _any_group(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    seconds = {
-        axis: sum(e.duration_s for e in _of_rank_0(mesh, events, axis)) for axis in mesh.sizes
-    }
-    crossing = [a for a in mesh.sizes if seconds[a] and mesh.crosses_nodes(a, ranks_per_node)]
-    return max(crossing, key=seconds.__getitem__, default=None)
-
-
-def _most_calls(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    counts = {axis: float(len(_of_rank_0(mesh, events, axis))) for axis in mesh.sizes}
-    return _chosen(mesh, ranks_per_node, counts)
-
-
-def _always_tp(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    return "tp" if _most_calls(mesh, events, ranks_per_node) else None
-
-
-def _first(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    return next((axis for axis in mesh.sizes if _crosses(mesh, axis, ranks_per_node)), None)
-
-
-def _by_size(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    seconds = {
-        axis: sum(e.duration_s for e in events if e.rank == 0 and len(e.group) == size)
-        for axis, size in mesh.sizes.items()
-    }
-    return _chosen(mesh, ranks_per_node, seconds)
-
-
-def _all_that_crosses(mesh: Mesh, events: Sequence[Event], ranks_per_node: int) -> str | None:
-    """Add up the calls of every rank, so a rank that waits longer decides."""
-    seconds = dict.fromkeys(mesh.sizes, 0.0)
-    for event in events:
-        for axis in mesh.sizes:
-            if mesh.axis_of(event.group) == axis:
-                seconds[axis] += event.duration_s
-    return max(seconds, key=seconds.__getitem__)
-
-
 ADDS = "seconds.get(axis, 0.0) + event.duration_s"
-CROSSES = "len(nodes) > 1"
+CROSSES, RETURNS = "len(nodes) > 1", "max(seconds, key=seconds.get, default=None)"
 
 MISPLACED = Exercise(
     key="mesh-4",
@@ -233,17 +120,17 @@ MISPLACED = Exercise(
         Edit(" and axis and ", " and ", OF_NO_AXIS),
         Edit(ADDS, "max(seconds.get(axis, 0.0), event.duration_s)", LONGEST),
         Edit("default=None", 'default="tp"', NONE),
-        Edit(CROSSES, "event.group[0] // ranks_per_node != event.group[1] // ranks_per_node",
-             NEIGHBOURS),
-        Own(_always_tp, ALWAYS_TP),
-        Own(_first, FIRST),
-        Own(_by_size, OF_SIZE),
-        Own(_all_that_crosses, INSIDE),
-        Own(_every_rank, OTHER_RANKS),
-        Own(_three_axes, ANY_AXIS),
-        Own(_whole_groups, MESSAGES),
-        Own(_rounded, SHORT),
-        Own(_extent, BETWEEN),
-        Own(_any_group, OWN_GROUP),
+        Edit(
+            CROSSES,
+            "event.group[0] // ranks_per_node != event.group[1] // ranks_per_node",
+            NEIGHBOURS,
+        ),
+        Edit(RETURNS, '"tp" if seconds else None', ALWAYS_TP),
+        Edit(RETURNS, "next((a for a in mesh.sizes if a in seconds), None)", FIRST),
+        Edit("event.rank == 0", "0 in event.group", OTHER_RANKS),
+        Edit("axis and len", 'axis in ("pp", "dp", "tp") and len', ANY_AXIS),
+        Edit(CROSSES, f"{CROSSES} and event.group == tuple(mesh.group(0, axis))", MESSAGES),
+        Edit(ADDS, ADDS.replace("event.duration_s", "round(event.duration_s, 3)"), SHORT),
+        Edit(CROSSES, "mesh.crosses_nodes(axis, ranks_per_node)", OWN_GROUP),
     ),
-)  # fmt: skip
+)

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from course_lib.checks.cases import Case, Cases, Raised
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 from course_lib.core import MODELS, CourseError, ModelSpec
 from course_lib.planner import Cluster, Plan, find_cluster, predict, search
@@ -18,10 +18,7 @@ TOO_LARGE = Cause("It does not fit: ask `.fits` of what predict returns.")
 BATCH = Cause("The batch is another one: dp * micro_batch * num_micro_batches sequences.")
 SEQ = Cause("The sequences have another length: Plan(seq=...).")
 IDLE = Cause("Some GPUs stay idle: dp * tp * pp is all of them.")
-SLOW = Cause(
-    "A plan of other axes, micro-batch, ZeRO stage or recomputation is over a quarter faster: "
-    "compare each one's step_s. With tp above 1, compare sequence_parallel, too."
-)
+SLOW = Cause("Try more axes, micro-batches, stages, and sequence_parallel: compare their step_s.")
 NOTHING_FITS = Cause(
     "Nothing that you try fits here. TP with sequence_parallel, PP, ZeRO-3, recomputation and "
     "smaller micro-batches reduce memory: try all of them."
@@ -91,53 +88,9 @@ def _found_none(got: Sequence[Any], _need: Sequence[Any]) -> bool:
     return any(isinstance(one, Raised) and "NoneType" in one.text for one in got)
 
 
-def _of_axes(cluster: Cluster, batch: int, seq: int, **axes: int) -> Plan:
-    """Return the plan with these axes and micro-batches of one; dp is the rest."""
-    dp = cluster.num_gpus // (axes.get("tp", 1) * axes.get("pp", 1))
-    plan = Plan(seq=seq, num_micro_batches=max(1, batch // dp))
-    return plan.with_axes(dp=dp, **axes)
-
-
-def _only_dp(model: ModelSpec, cluster: Cluster, batch: int, seq: int) -> Plan:
-    return _of_axes(cluster, batch, seq)
-
-
-def _deep(model: ModelSpec, cluster: Cluster, batch: int, seq: int) -> Plan:
-    """Return the deepest pipeline, which fits and has few micro-batches for its stages."""
-    return _of_axes(cluster, batch, seq, pp=cluster.num_gpus)
-
-
-def _half(model: ModelSpec, cluster: Cluster, batch: int, seq: int) -> Plan:
-    dp = cluster.num_gpus // 2
-    return Plan(seq=seq, num_micro_batches=batch // dp).with_axes(dp=dp, zero=3)
-
-
-def _one_step(model: ModelSpec, cluster: Cluster, batch: int, seq: int) -> Plan:
-    return Plan(seq=seq).with_axes(dp=cluster.num_gpus, zero=3)
-
-
-def _name(model: ModelSpec, cluster: Cluster, batch: int, seq: int) -> str:
-    return "fsdp"
-
-
-def _too_many_stages(model: ModelSpec, cluster: Cluster, batch: int, seq: int) -> Plan:
-    return Plan(seq=seq).with_axes(pp=2 * cluster.num_gpus)
-
-
-def _other_seq(model: ModelSpec, cluster: Cluster, batch: int, seq: int) -> Plan:
-    return _of_axes(cluster, 2 * batch, seq // 2, zero=3)
-
-
-_FIRST: dict[tuple[str, int, int], Plan] = {}
-
-
-def _of_the_first_batch(model: ModelSpec, cluster: Cluster, batch: int, seq: int) -> Plan:
-    """Choose well once for a model, a cluster and a length, whatever the batch is."""
-    key = (model.name, cluster.num_gpus, seq)
-    if key not in _FIRST:
-        _FIRST[key] = search(model, cluster, batch, seq=seq).steps[0].plan
-    return _FIRST[key]
-
+SIZES, STAGES = "(*sizes, 16)", "(0, 1, 3)"
+HALF = ("!= cluster.num_gpus", "!= cluster.num_gpus // 2")
+CHOICES, PLAN = f"product(sizes, {SIZES}, sizes, {STAGES}", "return best.plan"
 
 CHOOSE = Exercise(
     key="planner-5",
@@ -150,31 +103,19 @@ CHOOSE = Exercise(
         symptoms=((_found_none, NOTHING_FITS),),
     ),
     wrong=(
-        Own(_only_dp, TOO_LARGE),
-        Own(_half, IDLE),
-        Own(_one_step, BATCH),
-        Own(_name, NO_PLAN),
-        Own(_too_many_stages, INVALID),
-        Own(_other_seq, SEQ),
-        Own(_deep, SLOW),
-        Own(_of_the_first_batch, BATCH),
+        Edit(PLAN, 'return "fsdp"', NO_PLAN),
+        Edit(PLAN, "return Plan(seq=seq).with_axes(pp=2 * cluster.num_gpus)", INVALID),
+        Edit("cluster.num_gpus //", "cluster.num_gpus // 2 //", IDLE, also=(HALF,)),
+        Edit(PLAN, "return Plan(seq=seq).with_axes(dp=cluster.num_gpus, zero=3)", BATCH),
         Edit("num * dp * micro_batch != batch", "num < 1", BATCH),
-        Edit("(*sizes, 16), sizes,", "(*sizes, 16), (1,),", SLOW),
-        Edit("product(sizes", "product((1,)", NOTHING_FITS),
-        Edit("product(sizes", "product((1, 8)", NOTHING_FITS),
-        Edit("(*sizes, 16)", "(1,)", SLOW),
-        Edit("(*sizes, 16)", "(1, 2, 4)", SLOW),
-        Edit("(0, 1, 3)", "(0,)", SLOW),
-        Edit("(0, 1, 3)", "(0, 1)", SLOW),
-        Edit("(0, 1, 3)", "(0, 3)", SLOW),
-        Edit("(0, 1, 3)", "(1,)", SLOW),
-        Edit("(0, 1, 3)", "(3,)", SLOW),
-        Edit("sequence_parallel=tp > 1", "sequence_parallel=False", SLOW),
-        Edit('("none", "full")', '("none",)', NOTHING_FITS),
-        Edit('("none", "full")', '("full",)', SLOW),
-        Edit("(*sizes, 16), sizes,", "(*sizes, 16), (1, 2),", SLOW),
+        Edit("seq=seq", "seq=seq // 2", SEQ),
         Edit("step.fits", "step.memory_bytes <= cluster.device.memory_bytes", TOO_LARGE),
         Edit("if step.fits and", "if", TOO_LARGE),
+        Edit(CHOICES, CHOICES.replace("sizes", "(1,)", 1), NOTHING_FITS),
+        Edit('("none", "full")', '("none",)', NOTHING_FITS),
+        Edit(SIZES, "(1,)", SLOW),
+        Edit(STAGES, "(0,)", SLOW),
+        Edit("sequence_parallel=tp > 1", "sequence_parallel=False", SLOW),
         Edit("step.step_s < best.step_s", "step.step_s > best.step_s", SLOW),
     ),
 )

@@ -17,11 +17,6 @@ FORWARD = Cause("Gradients are ready during backward, 2/3 of the computation.")
 EACH = Cause("The gradients travel once per step, not per micro-batch.")
 LONGER = Cause("What is exposed comes on top: a step is the sum, not the longer of the two.")
 NEGATIVE = Cause("A bucket that is sent before the next one is ready saves no time: at least 0.")
-READY = Cause(
-    "A bucket is ready after each of num_buckets parts of the last backward, not after all."
-)
-FIRST_PART = Cause("During the first part of backward, no bucket is ready: it hides no message.")
-FEW = Cause("A pipeline fills and empties also with fewer micro-batches than stages.")
 ROUNDED = Cause("Do not round: a small model's step takes a few milliseconds.")
 WHOLE_STAGES = Cause("The bubble is num_stages - 1 micro-batches, not num_stages.")
 
@@ -49,20 +44,16 @@ def _cases() -> list[Case]:
 
 
 def _drawn(random: Random) -> list[Case]:
-    return [
-        _case(
-            random.randint(1, 90) / 100,
-            random.randint(1, 20) / 100,
-            random.randint(2, 16),
-            random.randint(2, 8),
-            random.randint(1, 200) / 100,
-            random.randint(2, 9),
-        )
-        for _ in range(3)
-    ]
+    def one() -> Case:
+        compute_s, tp_s = random.randint(1, 90) / 100, random.randint(1, 20) / 100
+        counts = random.randint(2, 16), random.randint(2, 8)
+        return _case(compute_s, tp_s, *counts, random.randint(1, 200) / 100, random.randint(2, 9))
+
+    return [one() for _ in range(3)]
 
 
 PIPELINE, BUCKETS = "num_micro_batches + num_stages - 1", "max(0.0, bucket_s - ready_s)"
+ALL_S = f"({PIPELINE}) * one_s"
 EXPOSED_S = f"bucket_s + (num_buckets - 1) * {BUCKETS}"
 
 EXPOSED = Exercise(
@@ -81,23 +72,15 @@ EXPOSED = Exercise(
         Edit(PIPELINE, "num_micro_batches", NO_BUBBLE),
         Edit(PIPELINE, "num_micro_batches + num_stages", WHOLE_STAGES),
         Edit("compute_s + tp_s", "compute_s", TP_HIDDEN),
-        Edit(
-            f"({PIPELINE}) * one_s",
-            f"({PIPELINE}) * compute_s + num_micro_batches * tp_s",
-            TP_OUTSIDE,
-        ),
+        Edit(ALL_S, f"({PIPELINE}) * compute_s + num_micro_batches * tp_s", TP_OUTSIDE),
         Edit(EXPOSED_S, "0.0", ALL_HIDDEN),
         Edit(EXPOSED_S, "dp_s", NONE_HIDDEN),
         Edit(EXPOSED_S, "max(0.0, dp_s - 2 / 3 * compute_s)", LAST_HIDDEN),
         Edit("2 / 3 * compute_s", "2 / 3 * num_micro_batches * compute_s", ALL_BACKWARD),
         Edit("2 / 3 * compute_s", "compute_s", FORWARD),
-        Edit("2 / 3 * compute_s / num_buckets", "2 / 3 * compute_s", READY),
-        Edit(EXPOSED_S, "max(bucket_s, dp_s - 2 / 3 * compute_s)", FIRST_PART),
-        Edit(EXPOSED_S, f"bucket_s if dp_s <= compute_s else {EXPOSED_S}", FORWARD),
         Edit("+ exposed_s", "+ num_micro_batches * exposed_s", EACH),
         Edit("pipeline_s + exposed_s", "max(pipeline_s, dp_s)", LONGER),
         Edit(BUCKETS, "(bucket_s - ready_s)", NEGATIVE),
-        Edit(PIPELINE, "num_micro_batches + min(num_stages, num_micro_batches + 1) - 1", FEW),
         Edit("return pipeline_s + exposed_s", "return round(pipeline_s + exposed_s, 3)", ROUNDED),
     ),
 )

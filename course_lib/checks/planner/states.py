@@ -17,8 +17,6 @@ BF16_GRADS = Cause("Gradients are in fp32 here: 4 bytes.")
 NO_TP = Cause("TP splits the parameters, too.")
 NO_PP = Cause("PP splits the parameters, too: a stage has its layers only.")
 DP_SPLITS = Cause("DP splits the batch: without ZeRO, dp divides no parameters.")
-WITH_TP = Cause("ZeRO-3 shards what TP leaves on a rank, too.")
-MILLIONS = Cause("Count every parameter: models do not have whole millions of them.")
 ALL_RANKS = Cause("That is the sum over all ranks: need one of them.")
 
 FIELDS = ("num_params", "dp", "tp", "pp", "zero")
@@ -73,7 +71,5 @@ STATES = Exercise(
         Edit("num_params / (tp * pp)", "num_params / tp", NO_PP),
         Edit("num_params / (tp * pp)", "num_params / (tp * pp * dp)", DP_SPLITS),
         Edit("/ 2**30", "* dp * tp * pp / 2**30", ALL_RANKS),
-        Edit("zero >= 3", "zero >= 3 and tp == 1", WITH_TP),
-        Edit("num_params / (tp * pp)", "num_params // 10**6 * 10**6 / (tp * pp)", MILLIONS),
     ),
 )

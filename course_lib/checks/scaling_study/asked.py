@@ -3,7 +3,7 @@
 from typing import Any
 
 from course_lib.checks.cases import Case, whole
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 from course_lib.checks.scaling_study.parts import Part, Parts
 from course_lib.scaling_study.lab import BROKEN_SCRIPT
@@ -89,13 +89,20 @@ DIRECTIVE = 'if line.startswith("#SBATCH "):'
 WORDS = 'line.split(" #")[0].split()[1:]'
 FIT = "[*parts, 0, 0] if days or len(parts) == 3 else [0, *parts, 0]"
 RETURN = 'return int(said["--nodes"]), int(said["--gpus-per-node"]), seconds'
+CROSS_OUT = "Cross out every line that sbatch does not read: what is left?"
+ALL_GPUS = 'int(said["--nodes"]) * int(said["--gpus-per-node"])'
+NOT_GIVEN = """if "=" in word) if name not in given)
+given.update(word.split("=")[0] for word in words)"""
+
+EMPTY_LINES = Cause("An empty line or an indented comment is no command: sbatch reads on.")
+BEHIND = Cause("What follows a # in a directive is a comment: its options were read.")
+ALL_WORDS = Cause("A directive may hold several options: read all of its words.")
 FIRST_WINS = Cause("Of an option that is given twice, the first was taken: the later one counts.")
-SUM = "sum(number * unit for number, unit in zip(numbers, (3600, 60, 1), strict=False))"
-
-
-def _by_heart(_script: str) -> tuple[int, int, int]:
-    return 2, 4, 7200
-
+ONE_NODE = Cause("A job that names no number of nodes gets one.")
+NO_GPUS = Cause("A job that asks for no GPUs gets none.")
+AFTER_DAYS = Cause("After days come hours: 1-12 is a day and twelve hours.")
+MINUTES = Cause("Those are minutes: return seconds.")
+OF_ONE_NODE = Cause("Those are the GPUs of all nodes: return those of one.")
 
 ASKED_FOR = Exercise(
     key="scaling_study-5",
@@ -104,46 +111,32 @@ ASKED_FOR = Exercise(
         cases=_cases,
         show=_three,
         parts={
-            NODES: Part(look="Cross out every line that sbatch does not read: what is left?"),
-            GPUS: Part(look="Cross out every line that sbatch does not read: what is left?"),
-            SECONDS: Part(unit=" s", look="Which of the six forms is this time written in?"),
+            NODES: Part(CROSS_OUT),
+            GPUS: Part(CROSS_OUT),
+            SECONDS: Part("Which of the six forms is this time written in?", " s"),
         },
         success="Nodes, GPUs and time as sbatch reads them, not as they were meant.",
     ),
     wrong=(
         Edit("break", "continue", LATE),
-        Edit(COMMAND, 'if not line.startswith("#"):', Cause(
-            "An empty line or an indented comment is no command: sbatch reads on.")),
-        Edit(DIRECTIVE, 'if "SBATCH " in line:', COMMENTS),
+        Edit(COMMAND, 'if not line.startswith("#"):', EMPTY_LINES),
         Edit(DIRECTIVE, 'if "#SBATCH " in line:', COMMENTS),
-        Edit(DIRECTIVE, 'if line.lstrip().startswith("#SBATCH "):', COMMENTS),
         Edit(DIRECTIVE, 'if line.replace("# ", "#").startswith("#SBATCH "):', COMMENTS),
-        Edit(DIRECTIVE, 'if line.upper().startswith("#SBATCH "):', COMMENTS),
-        Edit(WORDS, "line.split()[1:]", Cause(
-            "What follows a # in a directive is a comment: its options were read.")),
-        Edit(WORDS, 'line.split(" #")[0].split()[1:2]', Cause(
-            "A directive may hold several options: read all of its words.")),
-        Edit("said.update(", "said.update((name, value) for name, value in (", FIRST_WINS,
-             also=(('if "=" in word)', 'if "=" in word) if name not in given)\n'
-                    'given.update(word.split("=")[0] for word in words)'),
-                   (DEFAULTS, f"{DEFAULTS}\ngiven = set()"))),
-        Edit('"--nodes": "1"', '"--nodes": "0"', Cause(
-            "A job that names no number of nodes gets one.")),
-        Edit('"--gpus-per-node": "0"', '"--gpus-per-node": "1"', Cause(
-            "A job that asks for no GPUs gets none.")),
+        Edit(WORDS, "line.split()[1:]", BEHIND),
+        Edit(WORDS, f"{WORDS}[:1]", ALL_WORDS),
+        Edit(
+            "said.update(",
+            "said.update((name, value) for name, value in (",
+            FIRST_WINS,
+            also=(('if "=" in word)', NOT_GIVEN), (DEFAULTS, f"{DEFAULTS}\ngiven = set()")),
+        ),
+        Edit('"--nodes": "1"', '"--nodes": "0"', ONE_NODE),
+        Edit('"--gpus-per-node": "0"', '"--gpus-per-node": "1"', NO_GPUS),
         Edit(FIT, "[*parts, 0, 0]", SHORT),
-        Edit(FIT, "[0, 0, *parts][-3:]", Cause(
-            "A single number without days is minutes, not seconds, and after days it is hours.")),
-        Edit(FIT, "[*parts, 0, 0] if len(parts) == 3 else [0, *parts, 0]", Cause(
-            "After days come hours: 1-12 is a day and twelve hours.")),
-        Edit("* 86400", "* 24", Cause("A day has 86,400 seconds.")),
-        Edit("int(days or 0) * 86400 + ", "", Cause("The days are missing: 1-12 is 36 hours.")),
-        Edit(SUM, f"{SUM} // 60", Cause("Those are minutes: return seconds.")),
-        Edit(RETURN, RETURN.replace("nodes\"]), int(", "nodes\"]), int(said[\"--nodes\"]) * int("),
-             Cause("Those are the GPUs of all nodes: return those of one.")),
+        Edit(FIT, "[*parts, 0, 0] if len(parts) == 3 else [0, *parts, 0]", AFTER_DAYS),
+        Edit(RETURN, f"{RETURN} // 60", MINUTES),
+        Edit('int(said["--gpus-per-node"])', ALL_GPUS, OF_ONE_NODE),
         Edit(RETURN, 'return said["--nodes"], said["--gpus-per-node"], seconds', A_TEXT),
         Edit(RETURN, 'return int(said["--nodes"]), seconds', THREE),
-        Own(_by_heart, Cause(
-            "The same numbers for every script: read them out of the text.")),
     ),
-)  # fmt: skip
+)

@@ -1,13 +1,12 @@
 """Exercise 4 of 13_scaling_study: the cost before the job."""
 
-from numbers import Real
 from random import Random
 from typing import Any
 
 from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
-from course_lib.checks.scaling_study.parts import CHANGED, Part, Parts
+from course_lib.checks.scaling_study.parts import CHANGED, Part, Parts, numbers
 from course_lib.scaling_study.lab import PlannedRun
 
 RUNS = (
@@ -61,13 +60,10 @@ SWAPPED = Cause("GPU-hours first, then the number of runs.")
 
 
 def _bill_and_fit(result: Any, *_case: Any) -> dict[str, Any]:
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise failed(f"need GPU-hours and a number of runs; got {result!r}", PAIR)
-    if any(isinstance(one, bool) or not isinstance(one, Real) for one in result):
-        raise failed(f"need GPU-hours and a number of runs; got {result!r}", PAIR)
-    if isinstance(result[0], int) and isinstance(result[1], float):
+    hours, fit = numbers(result, (BILL_PART, FIT_PART), PAIR).values()
+    if isinstance(hours, int) and isinstance(fit, float):
         raise failed(f"got {result!r}", SWAPPED)
-    return {BILL_PART: result[0], FIT_PART: whole(result[1])}
+    return {BILL_PART: hours, FIT_PART: whole(fit)}
 
 
 GPUS, START, STEPS = "run.nodes * run.gpus_per_node * ", "run.start_s + ", "run.steps * run.step_s"
@@ -81,6 +77,19 @@ LATER_ONES = """\
         if used + hours <= allowed:
             used, fit = used + hours, fit + 1"""
 
+WALL_CLOCK = Cause("Those are wall-clock hours: each GPU of a run is paid for as long as it lasts.")
+ALL_NODES = Cause("Those are the GPUs of one node: a run on two nodes holds twice as many.")
+NO_START = Cause("The start is missing: while ranks start, the GPUs are yours already.")
+START_ONCE = Cause("A run starts once, not before each step.")
+MINUTES = Cause("Those are minutes: an hour has 3,600 seconds.")
+NOT_FULL = Cause("An hour that is not full costs, too: divide with /.")
+ONE_STEP = Cause("That is one step of each run: step_s is a step's, and a run has `steps` of them.")
+OF_ALL = Cause("Those are the GPU-hours of the runs that fit: the bill is for all of them.")
+TOGETHER = Cause("Each run fits by itself; the limit is for all together.")
+ONE_MORE = Cause("The last of them goes over the limit: leave it out.")
+EXACTLY = Cause("A sum that is exactly the limit fits, too: <=, not <.")
+AT_THE_FIRST = Cause("After the first run that is refused, a smaller one is counted: stop there.")
+
 BILL = Exercise(
     key="scaling_study-4",
     title="the bill before the job",
@@ -88,120 +97,30 @@ BILL = Exercise(
         cases=_cases,
         drawn=_drawn,
         show=_bill_and_fit,
-        keeps=lambda runs, _allowed: runs,
+        unchanged=CHANGED,
         parts={
-            BILL_PART: Part(
-                unit=" GPU-hours",
-                look="Try one run by hand: its GPUs, times the seconds that it holds them, / 3600.",
-            ),
-            FIT_PART: Part(
-                unit=" runs",
-                look="Add up the GPU-hours run by run: how many are in when one would go over?",
-            ),
+            BILL_PART: Part("By hand: GPUs times the hours that a run holds them.", " GPU-hours"),
+            FIT_PART: Part("Add up run by run: how many are in when one would go over?", " runs"),
         },
         success="GPU-hours of all runs, and how many of them a limit lets through.",
     ),
     wrong=(
-        Edit(
-            GPUS,
-            "",
-            Cause(
-                "Those are wall-clock hours: every GPU of a run is paid for as long as it lasts."
-            ),
-        ),
-        Edit(
-            "run.nodes * ",
-            "",
-            Cause("Those are the GPUs of one node: a run on two nodes holds twice as many."),
-        ),
-        Edit(
-            "run.nodes * ",
-            "run.nodes * run.nodes * ",
-            Cause("The nodes are counted twice: GPUs are nodes times gpus_per_node, once."),
-        ),
-        Edit(
-            START,
-            "",
-            Cause(
-                "The start is missing: while ranks start and PyTorch is read, the GPUs are yours "
-                "already."
-            ),
-        ),
-        Edit(
-            START + STEPS,
-            "run.steps * (run.start_s + run.step_s)",
-            Cause("A run starts once, not before each step."),
-        ),
-        Edit(
-            f"{GPUS}({START}{STEPS})",
-            f"({START}{GPUS}{STEPS})",
-            Cause("The start counts for one GPU only: all of them wait for it."),
-        ),
-        Edit("/ 3600", "/ 60", Cause("Those are minutes: an hour has 3,600 seconds.")),
-        Edit("/ 3600", "", Cause("Those are seconds: an hour has 3,600 of them.")),
-        Edit("/ 3600", "// 3600", Cause("An hour that is not full costs, too: divide with /.")),
-        Edit(
-            "run.steps * ",
-            "",
-            Cause(
-                "That is one step of each run: step_s is a step's, and a run has `steps` of them."
-            ),
-        ),
-        Edit(STEPS, f"int({STEPS})", Cause("The seconds of a run need not be whole: keep them.")),
-        Edit(
-            BOTH,
-            "import torch\nreturn float(torch.tensor(hours_of).sum()), fit",
-            TOO_NARROW,
-        ),
-        Edit(
-            BOTH,
-            "return max(hours_of, default=0.0), fit",
-            Cause(
-                "That is the dearest run: hours of all runs add up, also of runs at the same time."
-            ),
-        ),
-        Edit(
-            BOTH,
-            "return sum(hours_of[:fit]), fit",
-            Cause("Those are the GPU-hours of the runs that fit: the bill is for all of them."),
-        ),
+        Edit(GPUS, "", WALL_CLOCK),
+        Edit("run.nodes * ", "", ALL_NODES),
+        Edit(START, "", NO_START),
+        Edit(START + STEPS, "run.steps * (run.start_s + run.step_s)", START_ONCE),
+        Edit("/ 3600", "/ 60", MINUTES),
+        Edit("/ 3600", "// 3600", NOT_FULL),
+        Edit("run.steps * ", "", ONE_STEP),
+        Edit(BOTH, "import torch\nreturn float(torch.tensor(hours_of).sum()), fit", TOO_NARROW),
+        Edit(BOTH, "return sum(hours_of[:fit]), fit", OF_ALL),
         Edit(BOTH, "return fit, sum(hours_of)", SWAPPED),
         Edit(BOTH, "return sum(hours_of)", PAIR),
-        Edit(BOTH, "return sum(hours_of), runs[:fit]", PAIR),
         Edit(BOTH, "return sum(hours_of), float(fit)", A_FLOAT),
-        Edit(
-            BOTH,
-            "return sum(hours_of), sum(hours <= allowed for hours in hours_of)",
-            Cause("Each run fits by itself; the limit is for all together."),
-        ),
-        Edit(
-            BOTH,
-            "return sum(hours_of), min(len(runs), fit + 1)",
-            Cause("The last of them goes over the limit: leave it out."),
-        ),
-        Edit(
-            BOTH,
-            "return sum(hours_of), fit - 1",
-            Cause("That is the index of the last one that fits: how many are they?"),
-        ),
-        Edit("<=", "<", Cause("A sum that is exactly the limit fits, too: <=, not <.")),
-        Edit(
-            LOOP,
-            LATER_ONES,
-            Cause(
-                "After the first run that is refused, a smaller one is counted: stop at the first."
-            ),
-        ),
-        Edit(
-            "sum(hours_of[",
-            "sum(sorted(hours_of)[",
-            Cause("Those are the smallest runs: take them in their order."),
-        ),
-        Edit(
-            BOTH,
-            "return sum(hours_of), len(runs) if sum(hours_of) <= allowed else 0",
-            Cause("Those are all or none: the first ones may fit where the whole list does not."),
-        ),
+        Edit(BOTH, "return sum(hours_of), sum(hours <= allowed for hours in hours_of)", TOGETHER),
+        Edit(BOTH, "return sum(hours_of), min(len(runs), fit + 1)", ONE_MORE),
+        Edit("<=", "<", EXACTLY),
+        Edit(LOOP, LATER_ONES, AT_THE_FIRST),
         Edit("fit = 0", "runs.reverse()\nfit = 0", CHANGED),
     ),
 )

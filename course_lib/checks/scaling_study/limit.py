@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import replace
-from numbers import Real
 from random import Random
 from typing import Any
 
 from course_lib.checks.cases import Case, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
-from course_lib.checks.scaling_study.parts import Part, Parts
+from course_lib.checks.scaling_study.parts import Part, Parts, numbers
 from course_lib.core.presets import find_model
 from course_lib.scaling_study.aggregate import Experiment
 from course_lib.scaling_study.study_run import StudyRun
@@ -23,7 +22,6 @@ OTHER = Cause(
     "That run of one rank did other work: take the one whose run.work is the same, wherever it "
     "stands in the list."
 )
-A_SHARE = Cause("That is a share, from 0 to 1: in per cent it is 100 times as much.")
 COPIES = Cause("Divided by the copies of the model: the ranks of TP and PP count, too.")
 WHOLE_RUNS = Cause(
     "Those are whole runs, which have different numbers of steps: compare the time of a step."
@@ -95,11 +93,7 @@ def _drawn(random: Random) -> list[Case]:
 
 
 def _three(result: Any, *_case: Any) -> dict[str, Any]:
-    if not isinstance(result, tuple | list) or len(result) != 3:
-        raise failed(f"got {result!r}", THREE)
-    if any(isinstance(one, bool) or not isinstance(one, Real) for one in result):
-        raise failed(f"got {result!r}", THREE)
-    efficiency, fixed_s, most = result
+    efficiency, fixed_s, most = numbers(result, (EFFICIENCY, FIXED, MOST), THREE).values()
     if isinstance(most, float) and not _endless(most):
         raise failed(f"got {result!r}", MOST_IS_A_FLOAT)
     return {EFFICIENCY: efficiency, FIXED: fixed_s, MOST: most if _endless(most) else whole(most)}
@@ -115,12 +109,20 @@ SHARED = "(one.step_s - step_s) / (1 - 1 / ranks)"
 NONE_FIXED = "if fixed_s <= 0:"
 LIMIT = "math.floor((one.step_s * 100 / percent - shared_s) / fixed_s)"
 
-
-def _same_but(*fields: str) -> str:
-    """Return a condition on runs that leaves out what else has to be alike."""
-    tests = (f"found.run.{one} == experiment.run.{one}" for one in fields)
-    return " and ".join(tests)
-
+LINEAR = Cause("p ranks that are p times as fast are 100 % efficient: divide by the ranks, too.")
+UPSIDE_DOWN = Cause("Upside down: the more efficient, the shorter the step on p ranks.")
+STILL_SHARED = Cause("T_1 - T_p is not all that is shared: on p ranks, 1/p of it is still there.")
+ONLY_A_PART = Cause("In T_p is only 1/p of the shared part: subtract that, or all of it from T_1.")
+ONE_TOO_MANY = Cause("Round down: on one rank more than fits, the efficiency is below the limit.")
+STILL_FITS = Cause("Exactly the limit is still at least the limit: it counts.")
+PER_CENT = Cause("The limit is given in per cent: 50 of them are one half.")
+ONCE = Cause("p T_p is p times the fixed part and, once, the shared part: subtract that first.")
+AMDAHL = Cause("That is the largest factor of all: how many ranks still keep the efficiency?")
+RANKS_AND_S = "ranks, step_s = experiment.run.ranks, experiment.step_s"
+FIXED_S, RETURN = "fixed_s = one.step_s - shared_s", "return efficiency, fixed_s, math.floor"
+OF_WHOLE_RUNS = tuple(
+    (old, old.replace("one.step_s", "one.time_s")) for old in (EFFICIENT, SHARED, FIXED_S, LIMIT)
+)
 
 LIMIT_OF = Exercise(
     key="scaling_study-2",
@@ -130,76 +132,32 @@ LIMIT_OF = Exercise(
         drawn=_drawn,
         show=_three,
         parts={
-            EFFICIENCY: Part(
-                unit=" %",
-                look="By hand: seconds of a step on one rank, over ranks times seconds on them.",
-            ),
-            FIXED: Part(
-                unit=" s",
-                look="Write T_1 and T_p as sums of a fixed and a shared part; subtract the two.",
-            ),
-            MOST: Part(
-                unit=" ranks",
-                look="Set T_1 / (p T_p) to the limit, with T_p = fixed + shared / p, and solve "
-                "for p.",
-            ),
+            EFFICIENCY: Part("A step's seconds on one rank, over p times those on p.", " %"),
+            FIXED: Part("Write T_1 and T_p as fixed and shared parts; subtract the two.", " s"),
+            MOST: Part("Solve T_1 / (p T_p) = limit, with T_p = fixed + shared / p.", " ranks"),
         },
         success="Two runs: what is fixed, and how many ranks are efficient.",
     ),
     wrong=(
         Edit(FOUND, "True", OTHER),
-        Edit("found for found in alone", "found for found in alone[::-1]", OTHER,
-             also=((FOUND, "True"),)),
-        Edit(FOUND, _same_but("spec"), OTHER),
-        Edit(FOUND, _same_but("global_batch", "seq", "dtype", "num_micro_batches"), OTHER),
-        Edit(FOUND, _same_but("spec", "seq", "dtype", "num_micro_batches"), OTHER),
-        Edit(FOUND, _same_but("spec", "global_batch", "dtype", "num_micro_batches"), OTHER),
-        Edit(FOUND, _same_but("spec", "global_batch", "seq", "num_micro_batches"), OTHER),
-        Edit(EFFICIENT, "one.step_s / (ranks * step_s)", A_SHARE),
-        Edit(EFFICIENT, "one.step_s / step_s * 100", Cause(
-            "Not divided by the ranks: p ranks that are p times as fast are 100 % efficient.")),
-        Edit(EFFICIENT, "ranks * step_s / one.step_s * 100", Cause(
-            "Upside down: the more efficient, the shorter the step on p ranks.")),
-        Edit(EFFICIENT, "100 - (step_s / one.step_s - 1) * 100", Cause(
-            "That is 100 minus the overhead: efficiency is T_1 over p times T_p.")),
-        Edit("ranks, step_s = experiment.run.ranks, experiment.step_s",
-             "ranks, step_s = experiment.run.parallelism.dp, experiment.step_s", COPIES),
-        Edit("ranks, step_s = experiment.run.ranks, experiment.step_s",
-             "ranks, step_s = experiment.run.ranks, experiment.time_s", WHOLE_RUNS,
-             also=((EFFICIENT, "one.time_s / (ranks * step_s) * 100"),
-                   (SHARED, "(one.time_s - step_s) / (1 - 1 / ranks)"),
-                   ("fixed_s = one.step_s - shared_s", "fixed_s = one.time_s - shared_s"),
-                   (LIMIT, "math.floor((one.time_s * 100 / percent - shared_s) / fixed_s)"))),
-        Edit(SHARED, "one.step_s - step_s", Cause(
-            "T_1 - T_p is not all that is shared: on p ranks, 1/p of it is still there.")),
-        Edit("fixed_s = one.step_s - shared_s", "fixed_s = step_s - one.step_s / ranks", Cause(
-            "T_p - T_1 / p divides the fixed part, too: a share 1/p of it is missing.")),
-        Edit("fixed_s = one.step_s - shared_s", "fixed_s = step_s - shared_s", Cause(
-            "On p ranks only 1/p of the shared part is in T_p: subtract that, or all of it from "
-            "T_1.")),
-        Edit("return efficiency, fixed_s, math.floor", "return efficiency, shared_s, math.floor",
-             Cause("That is what the ranks share, on one of them: the fixed part is the rest."),
-             also=(("return efficiency, fixed_s, math.inf",
-                    "return efficiency, shared_s, math.inf"),)),
-        Edit(NONE_FIXED, "if fixed_s < 0:", AT_ZERO),
+        Edit(EFFICIENT, "one.step_s / step_s * 100", LINEAR),
+        Edit(EFFICIENT, "ranks * step_s / one.step_s * 100", UPSIDE_DOWN),
+        Edit(RANKS_AND_S, RANKS_AND_S.replace("run.ranks", "run.parallelism.dp"), COPIES),
+        Edit(
+            RANKS_AND_S,
+            RANKS_AND_S.replace("experiment.step_s", "experiment.time_s"),
+            WHOLE_RUNS,
+            also=OF_WHOLE_RUNS,
+        ),
+        Edit(SHARED, "one.step_s - step_s", STILL_SHARED),
+        Edit(FIXED_S, "fixed_s = step_s - shared_s", ONLY_A_PART),
         Edit(NONE_FIXED, "if fixed_s == 0:", AT_ZERO),
-        Edit(LIMIT, LIMIT.replace("floor", "ceil"), Cause(
-            "Rounded up: on one rank more than fits, the efficiency is below the limit.")),
-        Edit(LIMIT, LIMIT.replace("math.floor", "round"), Cause(
-            "Rounded to the nearest: half of the time that is one rank too many.")),
-        Edit(LIMIT, f"{LIMIT.replace('floor', 'ceil')} - 1", Cause(
-            "Exactly the limit is still at least the limit: it counts.")),
-        Edit(LIMIT, LIMIT.replace("math.floor(", "(").replace("fixed_s)", "fixed_s // 1)"),
-             MOST_IS_A_FLOAT),
-        Edit(LIMIT, LIMIT.replace("* 100 / percent", "/ percent"), Cause(
-            "The limit is given in per cent: 50 of them are one half.")),
-        Edit(LIMIT, LIMIT.replace("100 / percent", "percent / 100"), Cause(
-            "Upside down: p T_p may be longer than T_1, by 100 / percent.")),
-        Edit(LIMIT, LIMIT.replace(" - shared_s", ""), Cause(
-            "p T_p is p times the fixed part and, once, the shared part: subtract that first.")),
-        Edit(LIMIT, "math.floor(one.step_s / fixed_s)", Cause(
-            "That is the largest factor that any number of ranks can reach, Amdahl's limit: how "
-            "many ranks still keep the efficiency?")),
-        Edit("return efficiency, fixed_s, math.floor", "return fixed_s, math.floor", THREE),
+        Edit(LIMIT, LIMIT.replace("floor", "ceil"), ONE_TOO_MANY),
+        Edit(LIMIT, f"{LIMIT.replace('floor', 'ceil')} - 1", STILL_FITS),
+        Edit("math.floor(", "float(", MOST_IS_A_FLOAT),
+        Edit(LIMIT, LIMIT.replace("* 100 / percent", "/ percent"), PER_CENT),
+        Edit(LIMIT, LIMIT.replace(" - shared_s", ""), ONCE),
+        Edit(LIMIT, "math.floor(one.step_s / fixed_s)", AMDAHL),
+        Edit(RETURN, "return fixed_s, math.floor", THREE),
     ),
-)  # fmt: skip
+)

@@ -1,15 +1,13 @@
 """Exercise 3 of 13_scaling_study: steps are counted in one place, and a clock is read in time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
-from math import isclose, nan
-from numbers import Real
 from typing import Any
 
 from course_lib.checks.cases import Case
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
-from course_lib.checks.scaling_study.parts import Part, Parts
+from course_lib.checks.scaling_study.parts import Part, Parts, numbers
 from course_lib.scaling_study.lab import EmulatedDevice
 
 
@@ -20,12 +18,11 @@ class Watched(EmulatedDevice):
 
     steps       the tokens of the micro-batches before each step
     unfinished  those after the last step
-    read_busy   after how many steps the clock was read while the device was working
     """
 
     def __init__(self, backward_s: float, step_s: float) -> None:
         super().__init__(backward_s, step_s)
-        self.steps, self.unfinished, self.read_busy = list[list[int]](), list[int](), set[int]()
+        self.steps, self.unfinished = list[list[int]](), list[int]()
         self.step()
         self.synchronize()
         self.step()
@@ -44,11 +41,6 @@ class Watched(EmulatedDevice):
     def _order(self, name: str, takes_s: float) -> None:
         self.orders.append(name)
         self._free_s = max(self._free_s, self._now_s) + takes_s
-
-    def now_s(self) -> float:
-        if self._now_s < self._free_s:
-            self.read_busy.add(len(self.steps))
-        return super().now_s()
 
 
 FIRST = 100  # tokens of the first micro-batch; each has one more than the one before
@@ -86,52 +78,19 @@ TOKENS, SECONDS = "tokens", "time"
 
 
 def _work_and_totals(result: Any, device: Watched, *case: Any) -> dict[str, Any]:
-    """Return what the device did and what the answer returned; `busy` is no part of the answer."""
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise failed(f"need seconds and tokens; got {result!r}", PAIR)
-    if any(isinstance(one, bool) or not isinstance(one, Real) for one in result):
-        raise failed(f"need seconds and tokens; got {result!r}", PAIR)
+    """Return what the device did and what the answer returned."""
+    totals = numbers(result, (SECONDS, TOKENS), PAIR)
     sizes = groupby(map(len, device.steps))
     work = [f"{len([*steps])} steps of {size} micro-batches" for size, steps in sizes]
     if device.unfinished:
         work.append(f"{len(device.unfinished)} micro-batches without a step")
-    micro_batches, _, warmup, _ = case
+    micro_batches, *_ = case
     return {
         WORK: ", then ".join(work),
         BATCHES: [number for step in device.steps for number in step],
         DRAWN: next(micro_batches) - FIRST,
-        TOKENS: result[1],
-        SECONDS: result[0],
-        "busy": warmup in device.read_busy,
+        **totals,
     }
-
-
-def _seconds(one: Any) -> float:
-    """Return the seconds of a case; nan where the answer raised an error in it."""
-    return one[SECONDS] if isinstance(one, dict) else nan
-
-
-def _swapped(got: Sequence[Any], need: Sequence[Any]) -> bool:
-    pairs = zip(got, need, strict=True)
-    return any(
-        isinstance(one, dict) and isclose(one[TOKENS], right[SECONDS]) for one, right in pairs
-    )
-
-
-def _divided(got: Sequence[Any], need: Sequence[Any]) -> bool:
-    """Return whether all seconds are a half of the right ones, or a third, or a quarter ..."""
-    parts = [right[SECONDS] / (_seconds(one) or nan) for one, right in zip(got, need, strict=True)]
-    return all(part > 1.5 and isclose(part, round(part)) for part in parts)
-
-
-def _started_busy(got: Sequence[Any], need: Sequence[Any]) -> bool:
-    """Return whether too many seconds come only where the clock starts on a busy device."""
-    slow = [
-        one["busy"]
-        for one, right in zip(got, need, strict=True)
-        if isinstance(one, dict) and one[SECONDS] > 1.001 * right[SECONDS]
-    ]
-    return any(slow) and all(slow)
 
 
 EARLY = Cause(
@@ -142,20 +101,22 @@ STARTED = Cause(
     "The clock starts while the device still works on the warm-up, or on what came before it: "
     "synchronize() before it, too."
 )
-WITH_WARMUP = Cause(
-    "The warm-up's seconds are in it: start the clock when `warmup` steps are done."
-)
-OF_ONE = Cause(
-    "That is the time of one step, or of one micro-batch: return the time of all that count."
-)
+TOO_OFTEN = Cause("The optimizer steps too often: step after every `accumulated` micro-batches.")
+OF_STEPS = Cause("`steps` counts steps of the optimizer, and you count micro-batches.")
+STEPS_ONCE = Cause("The optimizer steps only once: step after every `accumulated` micro-batches.")
+DRAWN_TWICE = Cause("Each micro-batch is drawn once: keep what next() returns, and use it twice.")
+WARMUP_TOKENS = Cause("The warm-up's tokens are counted: leave them out.")
+MIDDLE = Cause("The warm-up ends in the middle of a step: count it by steps, not by micro-batches.")
+NOT_TOKENS = Cause("Those are micro-batches: here each is just its number of tokens.")
+UNLIKE = Cause("One micro-batch's tokens were multiplied: others may have more, so add up each.")
 SWAPPED = Cause("Seconds first, then tokens.")
-UNLIKE = Cause(
-    "The tokens of one micro-batch were multiplied: the others may have more or fewer, so add up "
-    "those of each."
-)
+WITH_WARMUP = Cause("The warm-up's seconds are in it: start the clock after `warmup` steps.")
+AHEAD = Cause("One more is drawn than the steps need, ahead of the next: its tokens are lost.")
+OF_ONE = Cause("That is the time of one step or micro-batch: return that of all that count.")
 FROM_THE_FIRST = Cause(
     "With a warm-up of 0 the clock starts before the first step: no step has ended then."
 )
+
 START = "start_s, num_tokens = device.now_s(), 0"
 WAIT_1, WAIT_2 = f"device.synchronize()\n            {START}", "device.synchronize()\n    return"
 AT_THE_BEGINNING = f"""\
@@ -163,11 +124,16 @@ AT_THE_BEGINNING = f"""\
             {WAIT_1}
 """
 AT_THE_END = AT_THE_BEGINNING.replace("step ==", "step + 1 ==")
-STEP = "        device.step()\n"
+STEP, TIME = "        device.step()\n", "device.now_s() - start_s"
 
 
-def _before_the_loop(line: str) -> tuple[str, str]:
+def _before(line: str) -> tuple[str, str]:
+    """Return the change that puts a line before the loop."""
     return "for step in", f"{line}\nfor step in"
+
+
+ALL_0 = _before("start_s = num_tokens = 0")
+COUNTS_ALL = ((START, "start_s = device.now_s()"), _before("num_tokens = 0"))
 
 
 STEPS = Exercise(
@@ -177,179 +143,52 @@ STEPS = Exercise(
         cases=_cases,
         show=_work_and_totals,
         parts={
-            WORK: Part(
-                look="A step is `accumulated` backward passes, then one step of the optimizer."
-            ),
-            BATCHES: Part(
-                look="backward gets the micro-batch that was drawn, and each is drawn once: "
-                "device.backward(next(micro_batches)).",
-            ),
-            DRAWN: Part(
-                unit=" micro-batches",
-                look="Draw one when its turn has come, and none after the last step: the caller "
-                "goes on with the next one.",
-            ),
-            TOKENS: Part(
-                unit=" tokens",
-                symptoms=((_swapped, SWAPPED),),
-                look="Add up the tokens of every micro-batch of the steps that count, from step "
-                "`warmup` on (the first step is 0): which are missing, and which too many?",
-            ),
-            SECONDS: Part(
-                unit=" s",
-                symptoms=(
-                    (lambda got, _: not any(map(_seconds, got)), EARLY),
-                    (_started_busy, STARTED),
-                    (_divided, OF_ONE),
-                ),
-                look="Read the clock twice, each time after synchronize(): when `warmup` steps are "
-                "done, and after the last step.",
-            ),
+            WORK: Part("A step is `accumulated` backward passes, then one step of the optimizer."),
+            BATCHES: Part("Each is drawn once: device.backward(next(micro_batches))."),
+            DRAWN: Part("Draw each when its turn has come, and no more.", " micro-batches"),
+            TOKENS: Part("Add up those of each micro-batch from step `warmup` on.", " tokens"),
+            SECONDS: Part("Read the clock before and after what counts, on an idle device.", " s"),
         },
         success="Steps, warm-up and tokens per step, and a clock that waits for the device.",
     ),
     wrong=(
-        Edit(
-            f"tokens\n{STEP}",
-            f"tokens\n    {STEP}",
-            Cause("The optimizer steps too often: step after every `accumulated` micro-batches."),
-        ),
-        Edit(
-            "range(steps)",
-            "range(steps // accumulated)",
-            Cause("`steps` counts steps of the optimizer, and you count micro-batches."),
-            also=(_before_the_loop("start_s = num_tokens = 0"),),
-        ),
-        Edit(
-            "range(steps)",
-            "range(steps + warmup)",
-            Cause("The warm-up is the first of the steps, not more of them."),
-        ),
-        Edit(
-            "range(accumulated)",
-            "range(1)",
-            Cause("One micro-batch a step: it needs `accumulated` of them."),
-        ),
-        Edit(
-            STEP,
-            STEP[4:],
-            Cause("The optimizer steps only once: step after every `accumulated` micro-batches."),
-        ),
-        Edit(STEP, "", Cause("The optimizer never steps: device.step() ends each step.")),
-        Edit(
-            "device.backward(tokens)",
-            "device.backward(next(micro_batches))",
-            Cause("Each micro-batch is drawn once: keep what next() returns, and use it twice."),
-        ),
-        Edit(
-            "if step >= warmup:",
-            "if True:",
-            Cause("The warm-up's tokens are counted: leave them out."),
-            also=((START, "start_s = device.now_s()"), _before_the_loop("num_tokens = 0")),
-        ),
+        Edit(f"tokens\n{STEP}", f"tokens\n    {STEP}", TOO_OFTEN),
+        Edit("range(steps)", "range(steps // accumulated)", OF_STEPS, also=(ALL_0,)),
+        Edit(STEP, STEP[4:], STEPS_ONCE),
+        Edit("device.backward(tokens)", "device.backward(next(micro_batches))", DRAWN_TWICE),
+        Edit("if step >= warmup:", "if True:", WARMUP_TOKENS, also=COUNTS_ALL),
         Edit(
             "if step >= warmup:",
             "if step * accumulated + number >= warmup:",
-            Cause(
-                "The warm-up ends in the middle of a step: count it by steps, not by micro-batches."
-            ),
-            also=(
-                ("for _ in", "for number in"),
-                (START, "start_s = device.now_s()"),
-                _before_the_loop("num_tokens = 0"),
-            ),
+            MIDDLE,
+            also=(("for _ in", "for number in"), *COUNTS_ALL),
         ),
-        Edit(
-            "+= tokens",
-            "+= 1",
-            Cause("Those are micro-batches: here each is just its number of tokens."),
-        ),
+        Edit("+= tokens", "+= 1", NOT_TOKENS),
         Edit("+= tokens", "= tokens * accumulated * (steps - warmup)", UNLIKE),
-        Edit(
-            "+= tokens",
-            "+= tokens * accumulated * (number == accumulated - 1)",
-            UNLIKE,
-            also=(("for _ in", "for number in"),),
-        ),
-        Edit(
-            "return device.now_s() - start_s, num_tokens",
-            "return num_tokens, device.now_s() - start_s",
-            SWAPPED,
-        ),
-        Edit("return device.now_s() - start_s, num", "return num", PAIR),
+        Edit(f"return {TIME}, num_tokens", f"return num_tokens, {TIME}", SWAPPED),
+        Edit(f"return {TIME}, num", "return num", PAIR),
         Edit(WAIT_1, START, EARLY, also=((WAIT_2, "return"),)),
         Edit(WAIT_2, "return", EARLY),
         Edit(
             START,
             "num_tokens = 0",
             WITH_WARMUP,
-            also=(_before_the_loop("start_s = device.now_s()"),),
-        ),
-        Edit(
-            START,
-            "num_tokens = 0",
-            WITH_WARMUP,
-            also=(_before_the_loop("device.synchronize()\nstart_s = device.now_s()"),),
+            also=(_before("device.synchronize()\nstart_s = device.now_s()"),),
         ),
         Edit(WAIT_1, START, STARTED),
         Edit(
-            WAIT_1,
-            f"if warmup:\n                device.synchronize()\n            {START}",
-            STARTED,
-        ),
-        Edit(
             "tokens = next(micro_batches)",
             "tokens, following = following, next(micro_batches)",
-            Cause("One more is drawn than the steps need, ahead of the next: its tokens are lost."),
-            also=(_before_the_loop("following = next(micro_batches)"),),
+            AHEAD,
+            also=(_before("following = next(micro_batches)"),),
         ),
         Edit(
             "next(micro_batches)",
             "drawn.pop(0)",
             WITHOUT_END,
-            also=(_before_the_loop("drawn = list(micro_batches)"),),
+            also=(_before("drawn = list(micro_batches)"),),
         ),
-        Edit(
-            "for _ in range(accumulated):",
-            "for tokens in micro_batches:",
-            WITHOUT_END,
-            also=(("            tokens = next(micro_batches)\n", ""),),
-        ),
-        Edit(
-            "device.now_s() - start_s",
-            "round(device.now_s() - start_s, 3)",
-            Cause(
-                "The seconds are rounded: return what the clock says, and round where you print."
-            ),
-        ),
-        Edit(
-            " - start_s",
-            "",
-            Cause("That is what the clock says at the end: subtract what it said at the start."),
-        ),
-        Edit(
-            " - start_s,",
-            " - start_s) / (steps - warmup),",
-            OF_ONE,
-            also=(("return ", "return ("),),
-        ),
-        Edit(
-            " - start_s,",
-            " - start_s) / ((steps - warmup) * accumulated),",
-            OF_ONE,
-            also=(("return ", "return ("),),
-        ),
+        Edit(TIME, f"({TIME}) / (steps - warmup)", OF_ONE),
         Edit(AT_THE_BEGINNING, "", FROM_THE_FIRST, also=((STEP, STEP + AT_THE_END),)),
-        Edit(
-            AT_THE_BEGINNING,
-            "",
-            FROM_THE_FIRST,
-            also=((STEP, STEP + AT_THE_END), _before_the_loop("start_s = num_tokens = 0")),
-        ),
-        Edit(
-            "device.now_s() - start_s",
-            "(steps - warmup) * (accumulated * device.backward_s + device.step_s)",
-            Cause("Read the clock: no formula knows how long a device takes in truth."),
-        ),
     ),
 )
