@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.fsdp.parts import MemoryWatch, held_bytes, num_rows, rows_of
+from course_lib.checks.fsdp.parts import num_rows, rows_of
 from course_lib.checks.judge import ByExample
+from course_lib.checks.memory_watch import MemoryWatch, held_bytes
 from course_lib.checks.properties import HAS_STATE, NOT_WAITED, SEEDS
 from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch
 

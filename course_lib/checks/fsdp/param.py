@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.fsdp.parts import MemoryWatch, held_bytes, num_rows
+from course_lib.checks.fsdp.parts import num_rows
 from course_lib.checks.judge import ByExample
+from course_lib.checks.memory_watch import MemoryWatch, held_bytes
 from course_lib.checks.properties import CALLERS, NOT_WAITED, SHARED
 from course_lib.checks.watch import ALWAYS, ORDER, UNWAITED, Watch
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.fsdp.parts import MemoryWatch
 from course_lib.checks.judge import ByExample
+from course_lib.checks.memory_watch import MemoryWatch
 from course_lib.checks.properties import EVERY_RANK, HAS_STATE, SEEDS
 from course_lib.checks.watch import ALWAYS, ORDER, WAIT, Step, Watch
 from course_lib.ranks.process_group import TracedGroup

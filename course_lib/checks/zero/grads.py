@@ -16,9 +16,10 @@ from course_lib.checks.ddp.parts import Bag
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
+from course_lib.checks.memory_watch import MemoryWatch
 from course_lib.checks.properties import HAS_STATE, NOT_WAITED, SEEDS, SHARED
 from course_lib.checks.watch import CHANGED, ORDER, OVERWRITTEN, UNWAITED, Watch
-from course_lib.checks.zero.parts import bytes_too_many, named, only_new, shard_numel
+from course_lib.checks.zero.parts import named, shard_numel
 
 SIZES = (4, 2, 2, 1, 5)
 BUCKETS = ((4, 2), (3,), (0,))  # numbers of parameters; the second one is frozen
@@ -74,11 +75,11 @@ REFERENCED = Cause(
 
 def train(rank: int, answer: Callable[..., Any], dtype: torch.dtype, beside: bool) -> Any:
     """Run the backward passes, of another module in between or not."""
-    p, watch = dist.get_world_size(), Watch()
+    p = dist.get_world_size()
     module = Bag(SIZES, order=OTHER_ORDER if rank % 2 else (), odd=True).to(dtype)
     numels = [sum(SIZES[i] for i in bucket) for bucket in BUCKETS]
     enough = sum(shard_numel(numel, p) for numel in numels) * dtype.itemsize
-    with only_new():
+    with MemoryWatch() as watch:
         sharded = _marked(watch, module, answer)
         backward_other = _other(answer, watch, dtype) if beside else None
         for number in range(PASSES):
@@ -87,14 +88,13 @@ def train(rank: int, answer: Callable[..., Any], dtype: torch.dtype, beside: boo
             label = f"{named(dtype)}, backward {number + 1}"
             with watch.step(label, module=module) as step:
                 module(_scale(number + 1, rank, p)).backward()
-            step.calls.clear()  # which hold tensors, too
             step.show(shards=sharded.shards)
             if p == 1:  # then it may do without any call
                 step.show(**{UNWAITED: [], ORDER: []})
             if backward_other:
                 backward_other()
             elif not any(seen.get(BYTES) for seen in watch.seen.values()):
-                step.show(**{BYTES: bytes_too_many(enough, module, watch.seen)})
+                step.show(**{BYTES: watch.bytes_too_many(enough, *module.parameters())})
     return watch.seen
 
 

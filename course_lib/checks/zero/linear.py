@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample
+from course_lib.checks.memory_watch import MemoryWatch, held_bytes
 from course_lib.checks.properties import NOT_WAITED
 from course_lib.checks.watch import CHANGED, OVERWRITTEN, UNWAITED, Watch
-from course_lib.checks.zero.parts import CALLS, bytes_too_many, calls_of, named, only_new
+from course_lib.checks.zero.parts import CALLS, calls_of, named
 from course_lib.zero.flat_layout import FlatLayout
 
 NUM_TOKENS = 3
@@ -123,23 +124,23 @@ def use_layer(
     other_in: int = 0,
 ) -> dict[str, Any]:
     """Use a layer, also with another one beside it; at last without autograd, its shard changed."""
-    watch, apply = Watch(), getattr(answer, "apply", answer)
+    apply = getattr(answer, "apply", answer)
     label = f"{num_in} to 5 numbers in {named(dtype)}, used {'twice' if times == 2 else 'once'}"
     label, layers = f"{label}, {odd}" if odd else label, dict[str, Layer]()
     layers[label] = Layer(rank, num_in, 5, dtype, odd)
     if other_in:
         label = "the 2nd of two layers"
         layers[label] = Layer(rank, other_in, other_in, dtype, seed=1000)
-    known = [watch.seen, *((layer.x, layer.shard, layer.above) for layer in layers.values())]
-    with only_new():
+    known = [x.data for one in layers.values() for x in (one.x, one.shard, one.above)]  # no grads
+    with MemoryWatch() as watch:
         outs = [_forward(watch, apply, *one, times) for one in layers.items()]
         enough = times * sum(layer.out_bytes for layer in layers.values())
-        watch.seen[f"{label}, forward"][BETWEEN] = bytes_too_many(enough, known)
+        watch.seen[f"{label}, forward"][BETWEEN] = watch.bytes_too_many(enough, known)
         for one, out in zip(layers.items(), outs, strict=True):
             _backward(watch, out, *one)
         del out
         outs.clear()
-        watch.seen[f"{label}, backward"][LEFT] = bytes_too_many(0, known)
+        watch.seen[f"{label}, backward"][LEFT] = watch.left_bytes(known)
         for name, layer in layers.items():
             watch.seen[f"{name}, backward"][HELD] = _held_bytes(apply, layer)
             with torch.no_grad():
@@ -177,7 +178,7 @@ def _held_bytes(apply: Any, layer: Layer) -> int:
     """Return the bytes that the shard's gradient keeps, not watched: a watched tensor is shared."""
     _run_backward(apply(layer.x, layer.shard, layer.layout), layer)
     grad, layer.x.grad, layer.shard.grad = layer.shard.grad, None, None
-    return 0 if grad is None else grad.untyped_storage().nbytes()
+    return held_bytes(grad)
 
 
 def _runs(p: int) -> list[dict[str, Any]]:

@@ -13,17 +13,10 @@ from course_lib.checks.ddp.parts import Bag
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.judge import ByExample, unlike
+from course_lib.checks.memory_watch import MemoryWatch
 from course_lib.checks.properties import HAS_STATE, NOT_WAITED, SEEDS, SHARED
 from course_lib.checks.watch import CHANGED, OVERWRITTEN, UNWAITED, Watch
-from course_lib.checks.zero.parts import (
-    CALLS,
-    bytes_too_many,
-    calls_of,
-    flat,
-    named,
-    only_new,
-    shard_numel,
-)
+from course_lib.checks.zero.parts import CALLS, calls_of, flat, named, shard_numel
 
 LR, MOMENTUM = 0.5, 0.9
 # the gradients of a step are its times the slopes; float32 has not the digits of the fourth
@@ -90,7 +83,7 @@ def train(
     beside: bool = False,
 ) -> dict[str, Any]:
     """Take steps, those of an object `beside` in turn: the numbers trained are all different."""
-    watch, made, module = Watch(), list[Optimizer](), Bag(sizes, odd=True).to(dtype)
+    made, module = list[Optimizer](), Bag(sizes, odd=True).to(dtype)
     trained = [module.weights[i] for i in module.trained]
     with torch.no_grad():
         for i, param in enumerate(module.weights):
@@ -102,7 +95,7 @@ def train(
         made.append(SGD(params, lr=LR, momentum=MOMENTUM))
         return made[-1]
 
-    with only_new():
+    with MemoryWatch() as watch:
         with watch.step(f"{label}, at the start", module=module):
             stepper = answer(module, make_optimizer)
         step_other = _other(answer, watch, dtype) if beside else None
@@ -125,9 +118,8 @@ def train(
         torch.set_grad_enabled(True)
         del grads, grad, param, pairs, step_other
         module.zero_grad()
-        step.calls.clear()  # which hold tensors, too
         most = 3 * share * dtype.itemsize
-        step.show(**{BYTES: bytes_too_many(most, module, watch.seen)})
+        step.show(**{BYTES: watch.bytes_too_many(most, *module.parameters())})
     return watch.seen
 
 
