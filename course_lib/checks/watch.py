@@ -9,7 +9,8 @@
 
 The *order* has calls, waits and marks in their order, so that it tells what came too early, too
 late, twice or never. In a watched step, what a call receives is delivered by the wait for it: who
-reads it before reads old numbers, for certain, and writing to it before is noted.
+reads it before reads old numbers, for certain (of a message, UNREAD), and writing to it before is
+noted.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,7 @@ from course_lib.ranks.process_group import TracedGroup
 from course_lib.ranks.work_handle import TrackedWork
 
 WAIT = "wait"
+UNREAD = 7.0  # in what a message is received into, until the wait
 # the facets of every step
 CHANGED, UNWAITED, OVERWRITTEN = "changed", "never waited for", "written to before the wait"
 ORDER = "order"
@@ -203,6 +205,8 @@ def _noting(step: Step) -> Iterator[None]:
         return step.start(collective(group, method, given, kwargs), deliver)
 
     def send(group: TracedGroup, kind: str, tensors: list[Tensor], *to: int) -> TrackedWork:
+        for tensor in tensors if kind == "recv" else []:
+            tensor.data.fill_(UNREAD)
         hidden, deliver = _held_back(tensors if kind == "recv" else [], tensors)
         return step.start(message(group, kind, _swapped(tensors, hidden), *to), deliver)
 

@@ -93,6 +93,46 @@ def divides_in_a_callback(x):
     return Work(future.then(lambda done: done.value()[0].div_(1)))
 
 
+def exchanged(rank, answer):
+    """Give an answer what a message brings, and what it sends; its result is shown."""
+    watch, sends, receives = Watch(), torch.ones(3) + rank, torch.zeros(3)
+    with watch.step("a message each way") as step:
+        step.show(result=answer(1 - rank, sends, receives))
+    return watch.seen
+
+
+def waits_and_reads(other, sends, receives):
+    works = [dist.isend(sends, other), dist.irecv(receives, other)]
+    for work in works:
+        work.wait()
+    return receives.clone()
+
+
+def reads_and_waits(other, sends, receives):
+    works = [dist.isend(sends, other), dist.irecv(receives, other)]
+    read = receives.clone()
+    for work in works:
+        work.wait()
+    return read
+
+
+def writes_while_it_sends(other, sends, receives):
+    sending = dist.isend(sends, other)
+    dist.recv(receives, other)
+    sends.add_(1)
+    sending.wait()
+    return receives
+
+
+def test_a_message_is_there_once_it_was_waited_for_and_may_not_change_before():
+    check = replace(toy().check, observe_on_rank=exchanged, facets=(*ALWAYS, "result"))
+    one = replace(toy(), check=check, wrong=(), reference=waits_and_reads)
+    assert one.verdict(waits_and_reads)
+    assert "result: need [2, 2, 2]; got [7, 7, 7]" in str(rejected(one, reads_and_waits))
+    told = "written to before the wait: need nothing; got send of 12 bytes"
+    assert told in str(rejected(one, writes_while_it_sends))
+
+
 @pytest.mark.parametrize("answer", [waits_for_all, divides_in_a_callback])
 def test_a_future_waits_for_its_call(answer):
     assert toy().verdict(answer)

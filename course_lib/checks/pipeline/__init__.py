@@ -1,9 +1,7 @@
 """The exercises of notebook 08_pipeline: orders, a clock, an engine, a cut, a tied weight.
 
 Each stands with its planted mistakes in a file of its own: `order`, `times`, `engine`, `balance`,
-`tied`, `interleaved`, and `puzzle`, for which `scores` prints a score. `stages`, `steps`, `callers`
-and `gradients` hold what the engine's check runs and compares with, `sends` watches messages under
-way, `parts` reads schedules.
+`tied`, `interleaved`, and `puzzle`, for which `scores` prints a score. `parts` reads schedules.
 """
 
 from course_lib.checks.pipeline.balance import BALANCE

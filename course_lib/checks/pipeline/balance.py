@@ -70,16 +70,6 @@ def _greedy(layer_times: Times, p: int) -> list[int]:
     return counts
 
 
-def _slowest_first(layer_times: Times, p: int) -> list[int]:
-    """Deal the layers out, the slowest first: the stages are then not consecutive."""
-    loads, counts = [0.0] * p, [0] * p
-    for time_s in sorted(layer_times, reverse=True):
-        stage = loads.index(min(loads))
-        loads[stage] += time_s
-        counts[stage] += 1
-    return counts
-
-
 def _nearest_shares(layer_times: Times, p: int) -> list[int]:
     """Cut where the time so far comes nearest to 1/p, 2/p and so on of the whole."""
     until_s, cut = [0.0, *accumulate(layer_times)], [0]
@@ -94,7 +84,6 @@ SUMS = "sum(layer_times[i:j]) for i, j in cut"
 RETURNS = "[j - i for i, j in best]"
 COUNTS = "n = len(layer_times)"
 CALLERS = Cause("The list of times is the caller's: sort or cut a copy, if at all.")
-UNWEIGHED = Cause("The first and the last layer are left out: embedding and head take time, too.")
 
 BALANCE = Exercise(
     key="pipeline-4",
@@ -122,10 +111,6 @@ BALANCE = Exercise(
             ),
         ),
         Own(
-            _slowest_first,
-            Cause("The layers were dealt out one by one: a stage has consecutive layers."),
-        ),
-        Own(
             _nearest_shares,
             Cause(
                 "Each cut is where the time so far is nearest to an equal share, but a stage can "
@@ -137,7 +122,6 @@ BALANCE = Exercise(
             f"best = max(cuts, key=lambda cut: min({SUMS}))",
             Cause("That makes the fastest stage as slow as possible: minimize the slowest one."),
         ),
-        Edit("min(cuts", "max(cuts", Cause("That is the worst cut: take the least maximum.")),
         Edit(
             f"max({SUMS})",
             f"max(times := [{SUMS}]) - min(times)",
@@ -163,25 +147,12 @@ BALANCE = Exercise(
             "[j for _, j in best]",
             Cause("These are the places where stages end: how many layers has each?"),
         ),
-        Edit(COUNTS, f"{COUNTS}\nlayer_times = [0.0, *layer_times[1:-1], 0.0][:n]", UNWEIGHED),
-        Edit(
-            COUNTS,
-            f"layer_times = layer_times[1:-1]\n{COUNTS}",
-            UNWEIGHED,
-            also=(
-                (
-                    f"return {RETURNS}",
-                    f"counts = {RETURNS}\ncounts[0] += 1\ncounts[-1] += 1\nreturn counts",
-                ),
-            ),
-        ),
         Edit(COUNTS, f"{COUNTS} - 1", Cause("A layer is missing: the last one?")),
         Edit(
             RETURNS,
             "[sum(layer_times[i:j]) for i, j in best]",
             Cause("These are the stages' times: how many layers has each?"),
         ),
-        Edit(COUNTS, f"{COUNTS}\np = 4", Cause("Right for 4 stages only: use p.")),
         Edit(
             "range(1, n)",
             "range(n)",
@@ -191,11 +162,6 @@ BALANCE = Exercise(
             COUNTS,
             f"{COUNTS}\nlayer_times.sort()",
             CALLERS,
-        ),
-        Edit(
-            COUNTS,
-            f"{COUNTS}\nlayer_times = [int(time_s) for time_s in layer_times]",
-            Cause("The times were rounded to whole seconds: compare them as they are."),
         ),
     ),
 )

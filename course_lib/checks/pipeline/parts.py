@@ -9,6 +9,13 @@ from course_lib.pipeline.actions import Action, Schedule
 ACTIONS = Cause("Return for each rank a list of `Action`s, as in the text.")
 KIND = Cause('The kinds are "forward" and "backward".')
 STAGE = Cause("Rank r runs stage r: an Action's second entry is r.")
+UNDER_WAY = Cause(
+    "A send may read its tensor until wait() on its handle returns: wait first, or send a copy."
+)
+NO_HANDLE = Cause(
+    "Only isend, irecv and a collective with async_op=True return a handle: no other call needs "
+    "wait()."
+)
 
 
 def read_schedule(schedule: Any, kinds: Collection[str], kind_cause: Cause = KIND) -> Schedule:

@@ -3,17 +3,15 @@
 The simulator is the judge; `scores.py` prints a learner's steps beside those of known schedules.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from course_lib.checks.cases import BORROWED, Case, Cases
 from course_lib.checks.edits import Edit, Own
-from course_lib.checks.exercise import Cause, CheckFailed, Exercise, failed
-from course_lib.checks.pipeline.parts import ACTIONS, STAGE, demand_own_stages, read_schedule
+from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.pipeline.parts import demand_own_stages, read_schedule
 from course_lib.pipeline.actions import (
     LETTERS,
-    Action,
     Schedule,
     ScheduleError,
     in_flight,
@@ -72,25 +70,15 @@ PUZZLES = (
 
 KIND = Cause(f"The kinds are {', '.join(LETTERS)}.")
 RANKS = Cause("Return one list of actions for each of the p ranks.")
-MISSING = Cause(
-    "An action is missing: each of the m micro-batches needs F, then I and W (or B, which is both)."
-)
-DOUBLED = Cause("An action stands there twice: each micro-batch has one F, then I and W, or B.")
-UNKNOWN = Cause("There are m micro-batches, counted from 0.")
-EARLY = Cause("On a rank, F comes before I, and I before W, for each micro-batch.")
 DEADLOCK = Cause(
     "Deadlock: each of these ranks waits for an output that the other one would send later. An "
     "action needs the same action of its neighbor: F of the stage before, I or B of the one after."
 )
 TOO_MANY = Cause(
-    "Too many in flight: a rank holds the activations of a micro-batch from F until W, or B."
+    "A rank holds the activations of a micro-batch from F until W, or B, not only until I: before "
+    "the next F, fewer than cap may be in flight."
 )
-ONE_TOO_MANY = Cause(
-    "One too many: before the next forward, fewer than cap micro-batches may be in flight."
-)
-FREED_EARLY = Cause(
-    "They were counted until backward_input; but activations are needed until backward_weight."
-)
+EACH_ONCE = Cause("F comes before I, and I before W; B is both of these in one.")
 ENDLESS = Cause("Your loop never ends: every round has to run an action that has not run before.")
 CALLERS = Cause("The dictionary of seconds is the caller's: leave it as it is.")
 
@@ -116,83 +104,21 @@ def judged(result: Any, p: int, m: int, cap: int) -> Schedule:
     Raises: CheckFailed for no schedule, a broken rule, or too many micro-batches in flight
     """
     schedule = read_schedule(result, LETTERS, KIND)
-    if broken := _broken(schedule, p, m) or _over(schedule, cap):
-        raise broken
-    return schedule
-
-
-def _broken(schedule: Schedule, p: int, m: int) -> CheckFailed | None:
-    """Return the first broken rule: the action, and why it cannot be there."""
     if len(schedule) != p:
-        return failed(f"got {len(schedule)} lists", RANKS)
-    num_model_chunks = num_model_chunks_of(schedule)
-    if num_model_chunks == 1:
+        raise failed(f"got {len(schedule)} lists", RANKS)
+    if (v := num_model_chunks_of(schedule)) == 1:
         demand_own_stages(schedule)
-    for rank, actions in enumerate(schedule):
-        done: Counter[tuple[str, int, int]] = Counter()
-        for action in actions:
-            if found := _out_of_order(action, rank, m, done):
-                return found
-            for kind in _parts(action.kind):
-                done[kind, action.micro_batch, action.model_chunk] += 1
-        for chunk in range(num_model_chunks):
-            for micro_batch in range(m):
-                for kind in _parts("forward", "backward"):
-                    if not done[kind, micro_batch, chunk]:
-                        label = Action(kind, rank, micro_batch, chunk).label
-                        return failed(f"rank {rank}: there is no {label}", MISSING)
     try:
         check_schedule(schedule, num_micro_batches=m)
     except ScheduleError as error:
-        return failed(str(error), DEADLOCK if "circle" in str(error) else None)
-    return None
-
-
-def _parts(*kinds: str) -> list[str]:
-    """Return kinds with a whole backward as its two halves."""
-    halves = {"backward": ["backward_input", "backward_weight"]}
-    return [half for kind in kinds for half in halves.get(kind, [kind])]
-
-
-def _out_of_order(
-    action: Action, rank: int, m: int, done: Counter[tuple[str, int, int]]
-) -> CheckFailed | None:
-    """Return why an action cannot come next on its rank, after those that are done."""
-    micro_batch, chunk = action.micro_batch, action.model_chunk
-    where = f"rank {rank}: {action.label}"
-    if not 0 <= micro_batch < m:
-        return failed(where, UNKNOWN)
-    parts = _parts(action.kind)
-    if any(done[kind, micro_batch, chunk] for kind in parts):
-        return failed(f"{where} comes a second time", DOUBLED)
-    needs = {"backward_input": "forward", "backward_weight": "backward_input"}.get(parts[0])
-    if needs and not done[needs, micro_batch, chunk]:
-        label = action._replace(kind=needs).label
-        return failed(f"{where} comes before {label}", EARLY)
-    return None
-
-
-def _over(schedule: Schedule, cap: int) -> CheckFailed | None:
-    """Return where more than `cap` micro-batches are in flight; a model chunk counts 1/v."""
-    v = num_model_chunks_of(schedule)
-    most = max(max(in_flight(actions)) for actions in schedule)
-    if most <= cap * v:
-        return None
+        causes = {"circle": DEADLOCK, "each once": EACH_ONCE}
+        fitting = (cause for word, cause in causes.items() if word in str(error))
+        raise failed(str(error), next(fitting, None)) from None
     for rank, actions in enumerate(schedule):
         for action, count in zip(actions, in_flight(actions), strict=True):
-            if count > cap * v:
-                freed = max(max(_until_input(one)) for one in schedule) <= cap * v
-                cause = FREED_EARLY if freed else ONE_TOO_MANY if most == cap * v + 1 else TOO_MANY
-                return failed(f"rank {rank}: {action.label} makes {count / v:g} in flight", cause)
-    return None
-
-
-def _until_input(actions: list[Action]) -> list[int]:
-    """Return the number of micro-batches after each action whose backward_input is to come."""
-    halves = [action for action in actions if action.kind != "backward_weight"]
-    return in_flight(
-        [one._replace(kind="backward") if one.kind == "backward_input" else one for one in halves]
-    )
+            if count > cap * v:  # a model chunk counts 1/v
+                raise failed(f"rank {rank}: {action.label} makes {count / v:g} in flight", TOO_MANY)
+    return schedule
 
 
 # --- wrong answers that are no edit of the right one
@@ -205,16 +131,6 @@ def _in_a_circle(p: int, m: int, *_: Any) -> Schedule:
     return schedule
 
 
-def _weights_at_the_end(p: int, m: int, *_: Any) -> Schedule:
-    return [
-        [each._replace(kind=KIND_OF.get(each.kind, each.kind)) for each in actions]
-        + [Action("backward_weight", rank, i) for i in range(m)]
-        for rank, actions in enumerate(one_f_one_b(p, m))
-    ]
-
-
-KIND_OF = {"backward": "backward_input"}
-MOST = "min(m, w + cap, i + cap - rank)"
 URGENT = "0 if f - i < p - rank else 2"
 INPUT = '("backward_input", i, f, 1)'
 WEIGHT = '("backward_weight", w, i, 3)'
@@ -258,12 +174,9 @@ PUZZLE = Exercise(
         ),
         Own(lambda p, m, *_: gpipe(p, m), TOO_MANY),
         Own(lambda p, m, *_: zero_bubble_h1(p, m), BORROWED),
-        Own(lambda p, m, *_: zero_bubble_v(p, m), BORROWED),
-        Own(_weights_at_the_end, FREED_EARLY),
         Own(_in_a_circle, DEADLOCK),
-        Edit("w + cap", "w + cap + 1", ONE_TOO_MANY, also=(("i + cap", "i + cap + 1"),)),
-        Edit("w + cap, i", "i + cap, i", FREED_EARLY),
-        Edit(MOST, "m", TOO_MANY),
+        Edit("w + cap", "w + cap + 1", TOO_MANY, also=(("i + cap", "i + cap + 1"),)),
+        Edit("w + cap, i", "i + cap, i", TOO_MANY),
         Edit(
             URGENT,
             "2",
@@ -288,23 +201,9 @@ PUZZLE = Exercise(
                 "it, while others could run."
             ),
         ),
-        Edit(
-            "max(free_s[rank], ends.get(sent, 0.0))",
-            "ends.get(sent, 0.0)",
-            Cause(
-                "An action starts when its input is there and its rank is free: all that the input "
-                "allows looks as if it could start at once."
-            ),
-        ),
-        Edit(
-            "min(ready)",
-            "max(ready)",
-            Cause("The action that can start last was taken: take the one that can start first."),
-        ),
         Edit("schedule[action.stage].append(action)", "pass", ENDLESS),
-        Edit("3 * p * m", "2 * p * m", MISSING),
-        Edit(INPUT, '("backward_input", i, m, 1)', EARLY),
-        Edit(WEIGHT, '("backward_weight", w, f, 1)', EARLY),
+        Edit("3 * p * m", "2 * p * m", EACH_ONCE),
+        Edit(INPUT, '("backward_input", i, m, 1)', EACH_ONCE),
         Edit(
             "(source is None or sent in ends)",
             "sent in ends",
@@ -313,20 +212,6 @@ PUZZLE = Exercise(
                 "last one, W), and F needs room, which W makes."
             ),
         ),
-        Edit(RETURNS, "return [[*one, one[-1]] for one in schedule]", DOUBLED),
-        Edit("Action(kind, rank, number)", "Action(kind, rank, number + 1)", UNKNOWN),
-        Edit(RETURNS, "return [[each[:3] for each in one] for one in schedule]", ACTIONS),
-        Edit(
-            RETURNS,
-            "return [[each._replace(kind=each.kind[0]) for each in one] for one in schedule]",
-            KIND,
-        ),
-        Edit(
-            RETURNS,
-            "return [[each._replace(stage=0) for each in one] for one in schedule]",
-            STAGE,
-        ),
-        Edit(RETURNS, "return schedule[:3]", RANKS),
         Edit(RETURNS, 'seconds["forward"] = 0\nreturn schedule', CALLERS),
     ),
 )

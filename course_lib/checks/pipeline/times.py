@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from course_lib.checks.cases import Case, Cases
-from course_lib.checks.edits import Edit, Own
+from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
-from course_lib.pipeline.actions import Action, Schedule, source_of
+from course_lib.pipeline.actions import Schedule
 from course_lib.pipeline.schedules import gpipe, naive, one_f_one_b
 
 Seconds = Mapping[str, float]
@@ -63,24 +63,6 @@ def _by_action(ends: Any, schedule: Schedule, *_costs: Any) -> dict[str, Any]:
         for action in actions
         if action in ends
     }
-
-
-def _not_in_order(schedule: Schedule, seconds: Seconds, message_s: float) -> dict[Action, float]:
-    """Let a rank run whatever has its input, whichever action is next in its list."""
-    p, ends, free_s = len(schedule), dict[Action, float](), [0.0] * len(schedule)
-    left = [list(actions) for actions in schedule]
-    while any(left):
-        for rank, actions in enumerate(left):
-            for action in list(actions):
-                source = source_of(action, p)
-                sent = action if source is None else action._replace(stage=source)
-                own = action._replace(kind="forward")
-                ready = source is None or sent in ends
-                if ready and (action.kind == "forward" or own in ends):
-                    input_s = 0.0 if source is None else ends[sent] + message_s
-                    ends[action] = free_s[rank] = max(free_s[rank], input_s) + seconds[action.kind]
-                    actions.remove(action)
-    return ends
 
 
 LATER = "max(free_s[rank], input_s)"
@@ -155,41 +137,14 @@ TIMES = Exercise(
         ),
         Edit(
             LATER,
-            "free_s[rank] if free_s[rank] >= input_s else input_s + message_s",
-            Cause(
-                "Add message_s before you compare: an input may be sent before the rank is free, "
-                "and arrive after that."
-            ),
-            also=((ARRIVES, "ends[sent]"),),
-        ),
-        Edit(
-            LATER,
             f"{LATER} + message_s",
             EVERY_ACTION,
             also=((ARRIVES, "ends[sent]"),),
         ),
         Edit(
-            "0.0 if source is None",
-            "message_s if source is None",
-            EVERY_ACTION,
-        ),
-        Edit(
-            ARRIVES,
-            'ends[sent] + message_s * (actions[0].kind == "forward")',
-            Cause("Your gradients take no time to send: they take message_s, too."),
-        ),
-        Edit(
             "if source is None else",
             "if not source else",
             Cause("Stage 0 is a stage, too, but `if source` is False for it: ask `is None`."),
-        ),
-        Edit(
-            RETURNS,
-            "return {a: s + message_s * (target_of(a, p) is not None) for a, s in ends.items()}",
-            Cause(
-                "In yours, an action ends when its message has arrived: add message_s to the "
-                "input's time instead."
-            ),
         ),
         Edit(
             STARTS,
@@ -214,13 +169,6 @@ TIMES = Exercise(
             f'{SOURCE} if actions[0].kind == "forward" else None',
             Cause("Your backwards do not wait: each needs the gradient of the next stage."),
         ),
-        Own(
-            _not_in_order,
-            Cause(
-                "A rank runs what is ready, in another order than that of its list: only the first "
-                "action of a list may run next."
-            ),
-        ),
         *(
             Edit(
                 TAKES,
@@ -230,19 +178,7 @@ TIMES = Exercise(
             for kind in ("forward", "backward")
         ),
         Edit(STARTS, f"free_s[:] = [max(free_s[rank], input_s) + {TAKES}] * p", ONE_CLOCK),
-        Edit(
-            RETURNS,
-            "order, now_s = sorted(ends, key=ends.get), 0.0\n"
-            "return {a: (now_s := now_s + seconds[a.kind]) for a in order}",
-            ONE_CLOCK,
-        ),
-        Edit(
-            RETURNS,
-            "return {action: round(end_s, 3) for action, end_s in ends.items()}",
-            Cause("Rounded to milliseconds: an action may take less than one. Leave the numbers."),
-        ),
         Edit("[list(actions) for actions in schedule]", "schedule", SCHEDULE),
         Edit("sent not in ends", "actions[0] not in ends", ENDLESS),
-        Edit(RETURNS, "return {action.label: ends[action] for action in ends}", DICTIONARY),
     ),
 )
