@@ -66,7 +66,7 @@ class FromAnyone(TrackedWork):
     def __init__(
         self, inner: Any, post: Post, tracer: CallTracer, count_from: Callable[[int], None]
     ) -> None:
-        super().__init__(inner, post, tracer, watch_end=False)
+        super().__init__(inner, post, tracer, watch_end=False, ends_once=True)  # only gloo has it
         self._count_from = count_from
 
     def _has_ended(self) -> None:

@@ -85,6 +85,17 @@ def test_a_receive_from_anyone_tells_who_it_was(ranks):
     assert ranks.run(from_anyone)[0] == 1
 
 
+def test_a_receive_from_anyone_may_be_waited_for_twice(ranks):
+    def twice(rank):
+        x = torch.full((2,), 10.0**rank)
+        if rank:
+            return dist.send(x, 0)
+        work = dist.irecv(x)
+        return [work.wait() for _ in range(2)], x.tolist()
+
+    assert ranks.run(twice)[0] == ([True, True], [10.0, 10.0])
+
+
 def test_a_message_to_anyone_counts_for_those_to_a_rank_that_come_later(ranks):
     def first_anyone_then_rank_1(rank):
         x, y = torch.full((2,), 10.0), torch.ones(3)
