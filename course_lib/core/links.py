@@ -5,7 +5,9 @@ often write beta for its inverse. The presets are round figures for estimates; l
 the numbers of a machine.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from course_lib.core.errors import CourseError
 from course_lib.core.units import format_rate, format_seconds
@@ -37,6 +39,10 @@ class Link:
         """Return the link from one rank to another: the same everywhere."""
         return self
 
+    def ring(self, ranks: Sequence[int]) -> "Link":
+        """Return the link of a ring over these ranks: the same for any."""
+        return self
+
     def __str__(self) -> str:
         return f"{self.name} ({format_seconds(self.latency_s)}, {format_rate(self.bytes_per_s)})"
 
@@ -45,23 +51,43 @@ class Link:
 class TwoLevelLink:
     """Two kinds of links: `inside` nodes of `ranks_per_node` ranks, and `outside`, between nodes.
 
-    Raises: CourseError for ranks_per_node below 1
+    outside    of one network adapter
+    adapters   of a node. NCCL makes a ring through each, so that they share a message; a ring that
+               is written by hand, as in lesson 04, is one ring through one adapter
+
+    Raises: CourseError for ranks_per_node or adapters below 1
     """
 
     inside: Link
     outside: Link
     ranks_per_node: int
+    adapters: int = 1
 
     def __post_init__(self) -> None:
-        if self.ranks_per_node < 1:
-            raise CourseError(
-                f"TwoLevelLink: need ranks_per_node >= 1; got {self.ranks_per_node}. Try 2."
-            )
+        for what in ("ranks_per_node", "adapters"):
+            if getattr(self, what) < 1:
+                raise CourseError(
+                    f"TwoLevelLink: need {what} >= 1; got {getattr(self, what)}. Try 2."
+                )
 
     def between(self, sender: int, receiver: int) -> Link:
         """Return `inside` for two ranks of one node, `outside` for ranks of different nodes."""
         same_node = sender // self.ranks_per_node == receiver // self.ranks_per_node
         return self.inside if same_node else self.outside
+
+    def ring(self, ranks: Sequence[int]) -> Link:
+        """Return the link of rings over these ranks: `inside`, or as many adapters as they can use.
+
+        A ring crosses between two nodes through the adapter of one rank. So where each node has n
+        ranks of the group, n rings can share the work, up to the number of adapters. The others
+        serve the groups beside it.
+        """
+        ranks_of_node = Counter(rank // self.ranks_per_node for rank in ranks)
+        if len(ranks_of_node) <= 1:
+            return self.inside
+        rings = min(self.adapters, *ranks_of_node.values())
+        bytes_per_s = min(self.inside.bytes_per_s, rings * self.outside.bytes_per_s)
+        return replace(self.outside, bytes_per_s=bytes_per_s)
 
     def __str__(self) -> str:
         return f"{self.ranks_per_node} ranks a node: {self.inside} inside, {self.outside} outside"

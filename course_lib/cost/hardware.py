@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from course_lib.core.errors import CourseError
+from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, TwoLevelLink
 from course_lib.core.units import GIB
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
@@ -157,6 +158,31 @@ DEVICES = {
     device.name: device
     for device in (LAPTOP, RTX_2080_TI, V100, A6000, A100_40, A100_80, H100, H200, B200, GB200)
 }
+
+
+def nodes_of(device: Device, gpus: int = 8, adapters: int = 0) -> TwoLevelLink:
+    """Return the links of nodes of that many of these GPUs: NVLink where the data sheet has it.
+
+    adapters    of a node, as fast as the data sheet's InfiniBand. Default: one per GPU, as in DGX
+    """
+    rates = {name.split()[0]: rate for name, rate in device.links.items()}
+    return TwoLevelLink(
+        inside=replace(NVLINK, bytes_per_s=rates["NVLink"]) if "NVLink" in rates else PCIE,
+        outside=replace(INFINIBAND, bytes_per_s=rates.get("InfiniBand", INFINIBAND.bytes_per_s)),
+        ranks_per_node=gpus,
+        adapters=adapters or gpus,
+    )
+
+
+def links_of_rings(device: Device) -> dict[str, Link]:
+    """Return by name the links that a ring over these GPUs can have, from fast to slow."""
+    nodes = nodes_of(device)
+    return {
+        "NVLink": nodes.inside,
+        "InfiniBand, 8 adapters": nodes.ring(range(2 * nodes.ranks_per_node)),
+        "InfiniBand, 1 adapter": nodes.outside,
+        "Ethernet": ETHERNET,
+    }
 
 
 def find_device(name: str) -> Device:

@@ -66,8 +66,7 @@ def _ring_s(num_bytes: float, ranks: Sequence[int], link: AnyLink) -> float:
     p = len(ranks)
     if p == 1:
         return 0.0
-    neighbours = [(ranks[i], ranks[(i + 1) % p]) for i in range(p)]
-    return (p - 1) * slowest_s(num_bytes / p, neighbours, link)
+    return (p - 1) * link.ring(ranks).time_s(num_bytes / p)
 
 
 # --- trees, doubling and halving: about log2(p) rounds, of whole tensors or of halves

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK
 from course_lib.core.records import Event
 from course_lib.core.units import format_seconds
+from course_lib.cost.hardware import H100, links_of_rings
 from course_lib.display.explore import Explore, explore
 from course_lib.display.timeline import timelines
 from course_lib.fsdp.cost import UnitTimes, fsdp_step, peak_param_bytes
@@ -15,7 +15,7 @@ from course_lib.fsdp.moves import UnitSizes
 # a rank computes 6 FLOP per parameter and token, for 2048 tokens and 8.03 billion parameters, at
 # 400 TFLOP/s: a third of it in forward
 NUM_PARAMS, P, FORWARD_S = 8_030_000_000, 8, 0.082
-_LINKS = {link.name: link for link in (NVLINK, INFINIBAND, ETHERNET)}
+_LINKS = links_of_rings(H100)
 
 
 def fsdp_explorer() -> Explore:

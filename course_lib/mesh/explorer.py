@@ -8,10 +8,9 @@ from itertools import permutations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.presets import MODELS
 from course_lib.core.units import format_seconds
-from course_lib.cost.hardware import H100
+from course_lib.cost.hardware import H100, nodes_of
 from course_lib.display.colours import SERIES
 from course_lib.display.explore import Explore, explore
 from course_lib.display.page import SMALL_PT, Margins, page, plain
@@ -21,11 +20,7 @@ from course_lib.mesh.pictures import draw_grid, grid_height_in, grid_note
 
 NUM_RANKS, RANKS_PER_NODE, SEQUENCES, SEQ = 64, 8, 256, 4096
 ORDERS = [" ".join(order) for order in permutations(("pp", "dp", "tp"))]
-CLUSTER = TwoLevelLink(
-    inside=Link(name="NVLink 4", latency_s=3e-6, bytes_per_s=H100.links["NVLink"]),
-    outside=Link(name="InfiniBand", latency_s=5e-6, bytes_per_s=H100.links["InfiniBand NDR"]),
-    ranks_per_node=RANKS_PER_NODE,
-)
+CLUSTER = nodes_of(H100, RANKS_PER_NODE)
 
 
 def mesh_explorer() -> Explore:
@@ -52,6 +47,11 @@ def step_of(model: str, tp: int, pp: int, outer_to_inner: str) -> MeshStep:
         num_micro_batches=SEQUENCES // sizes["dp"],
         number_bytes=2,
     )
+
+
+def communication_s(tp: int, model: str = "llama2-7b") -> float:
+    """Return the seconds of rank 0's communication in two stages, tp innermost."""
+    return sum(axis_seconds(step_of(model, tp, 2, "pp dp tp"), CLUSTER).values())
 
 
 def mesh_alt(model: str, tp: int, pp: int, outer_to_inner: str) -> str:

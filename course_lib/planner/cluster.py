@@ -9,12 +9,12 @@ Notebook 12_planner.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from course_lib.core.errors import CourseError
 from course_lib.core.files import read_json
-from course_lib.core.links import Link
+from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.plain_values import build
 from course_lib.cost.bandwidth import bus_bandwidth, bus_factor
 from course_lib.cost.hardware import Device, find_device
@@ -107,16 +107,15 @@ class Cluster:
         return replace(self, num_nodes=num_nodes)
 
     def link(self, size: int, stride: int = 1) -> Link:
-        """Return the link that a ring of `size` ranks uses, each `stride` ranks after the last.
+        """Return the link that rings of `size` ranks use, each `stride` ranks after the last."""
+        return self._links.ring(range(0, size * stride, stride))
 
-        A ring over several nodes crosses between two of them as often as it has ranks on a node, so
-        that many adapters work for it. The other adapters serve the groups beside it.
-        """
-        together = max(1, min(size, self.gpus_per_node // stride))
-        if together >= size:
-            return self.inside
-        bytes_per_s = min(self.inside.bytes_per_s, self.outside.bytes_per_s * together)
-        return Link(latency_s=self.outside.latency_s, bytes_per_s=bytes_per_s)
+    @cached_property
+    def _links(self) -> TwoLevelLink:
+        gpus = self.gpus_per_node  # with an adapter each
+        return TwoLevelLink(
+            inside=self.inside, outside=self.outside, ranks_per_node=gpus, adapters=gpus
+        )
 
     def send_link(self, stride: int) -> Link:
         """Return the link of messages to the rank `stride` ranks further."""

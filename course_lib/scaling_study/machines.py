@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from course_lib.core.errors import CourseError
-from course_lib.core.links import INFINIBAND, NVLINK, PCIE, Link, TwoLevelLink
+from course_lib.core.links import PCIE, Link
 from course_lib.core.plain_values import build
 from course_lib.core.units import GIB
-from course_lib.cost.hardware import DEVICES, LAPTOP, Device, find_device
+from course_lib.cost.hardware import DEVICES, LAPTOP, Device, find_device, nodes_of
 from course_lib.cost.network import AnyLink
 from course_lib.jobs.profile import Profile
 
@@ -76,12 +76,9 @@ class Machine:
         """Return the seconds until ranks have started; on a cluster each loads PyTorch first."""
         return 30.0 if self.cores is None else 2.0 * max(1.0, ranks / self.cores)
 
-    def link_between_copies(self, one_copy: int) -> AnyLink:
-        """Return the link between ranks that are that far apart."""
-        link = self.link
-        if isinstance(link, TwoLevelLink) and one_copy >= link.ranks_per_node:
-            return link.outside
-        return link
+    def link_between_copies(self, copies: int, one_copy: int) -> Link:
+        """Return the link of rings over copies of the model, each of that many ranks."""
+        return self.link.ring(range(0, copies * one_copy, one_copy))
 
     @property
     def host_bytes_per_s(self) -> float:
@@ -105,7 +102,7 @@ def machine_of_profile(profile: Profile, here: Mapping[str, Any]) -> Machine:
         return _cpu(here["usable_cores"], here["memory_bytes"])
     name = next((name for name in DEVICES if name == profile.gpu_type.lower()), "")
     device = find_device(name or profile.gpu_type.lower() or "a100-80")
-    return _gpus(device, "NVLink" in device.links, profile.gpus_per_node)
+    return Machine(device=device, link=nodes_of(device, profile.gpus_per_node))
 
 
 def check_machine(machine: Mapping[str, Any]) -> None:
@@ -132,20 +129,16 @@ def machine_of_record(machine: Mapping[str, Any], ranks: int) -> Machine:
     name = name or next((name for name in names if name.split("-")[0] in words), "a100-80")
     device = find_device(name)
     links = {kind for row in machine.get("gpu_links", []) for kind in row}
-    return _gpus(device, any(kind.startswith("NV") for kind in links), len(gpus))
+    if not any(kind.startswith("NV") for kind in links):
+        device = replace(
+            device, links={name: device.links[name] for name in device.links if name != "NVLink"}
+        )
+    return Machine(device=device, link=nodes_of(device, len(gpus)))
 
 
 def with_link(machine: Machine, links: Mapping[int, Link], ranks: int) -> Machine:
     """Return the machine with the link measured between that many ranks, where there is one."""
     return replace(machine, link=links[ranks]) if ranks in links else machine
-
-
-def _gpus(device: Device, has_nvlink: bool, ranks_per_node: int) -> Machine:
-    inside = PCIE
-    if has_nvlink:
-        inside = NVLINK
-    link = TwoLevelLink(inside=inside, outside=INFINIBAND, ranks_per_node=ranks_per_node)
-    return Machine(device=device, link=link)
 
 
 def _cpu(cores: float, memory_bytes: int) -> Machine:

@@ -185,7 +185,7 @@ def _gradients_s(run: StudyRun, machine: Machine, compute_s: float) -> float:
     parallelism = run.parallelism
     if parallelism.dp == 1:
         return 0.0
-    link = machine.link_between_copies(run.tp * run.pp)
+    link = machine.link_between_copies(parallelism.dp, run.tp * run.pp)
     sizes = _gradient_bytes(run)
     if parallelism.zero:
         rows = [row for size in sizes for row in _sent_together(run, size)]

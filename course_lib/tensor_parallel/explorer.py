@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.presets import MODELS
 from course_lib.cost.flops import train_step_flop
-from course_lib.cost.hardware import H100
+from course_lib.cost.hardware import H100, nodes_of
 from course_lib.cost.traffic import traffic_s
 from course_lib.display.compare import Voices, compare
 from course_lib.display.explore import Explore, explore
@@ -18,8 +17,6 @@ from course_lib.tensor_parallel.cost import tensor_traffic
 
 DEGREES = (1, 2, 4, 8, 16, 32)
 FLOP_PER_S = 0.35 * H100.peak()  # about what the published runs reach at p = 2
-NVLINK_H100 = Link(name="NVLink 4", latency_s=3e-6, bytes_per_s=H100.links["NVLink"])
-ADAPTER_BYTES_PER_S = H100.links["InfiniBand NDR"]  # one adapter
 
 
 def degree_explorer() -> Explore:
@@ -36,10 +33,7 @@ def degree_explorer() -> Explore:
 
 def computing_percent(model: str, seq: int, adapters: int, p: int, batch: int) -> float:
     """Return which part of a step on p H100 computes, if no communication is overlapped."""
-    outside = Link(
-        name="InfiniBand NDR", latency_s=5e-6, bytes_per_s=adapters * ADAPTER_BYTES_PER_S
-    )
-    link = TwoLevelLink(inside=NVLINK_H100, outside=outside, ranks_per_node=8)
+    link = nodes_of(H100, adapters=adapters)
     compute_s = train_step_flop(MODELS[model], batch, seq) / p / FLOP_PER_S
     communicate_s = traffic_s(tensor_traffic(MODELS[model], batch, seq), p, link)
     return 100 * compute_s / (compute_s + communicate_s)

@@ -1,16 +1,13 @@
 """The explorers of notebook 09_zero: shards of a flat parameter; memory and traffic of a stage."""
 
-from dataclasses import replace
-
 from matplotlib.figure import Figure
 
-from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS
 from course_lib.core.recipes import RECIPES, find_recipe
 from course_lib.core.records import Ledger
 from course_lib.core.units import format_seconds
-from course_lib.cost.hardware import find_device
+from course_lib.cost.hardware import find_device, links_of_rings
 from course_lib.cost.params import count_params
 from course_lib.cost.traffic import traffic_s
 from course_lib.display.explore import Explore, explore
@@ -21,11 +18,7 @@ from course_lib.zero.pictures import four_tensors
 
 _MODELS = ["gpt2-xl", "llama-3b", "llama-8b", "llama-70b"]
 _DEVICE = find_device("h100")
-_LINKS = {  # those of the same device
-    "NVLink": replace(NVLINK, bytes_per_s=_DEVICE.links["NVLink"]),
-    "InfiniBand": replace(INFINIBAND, bytes_per_s=_DEVICE.links["InfiniBand NDR"]),
-    "Ethernet": ETHERNET,
-}
+_LINKS = links_of_rings(_DEVICE)
 
 
 def shards_explorer() -> Explore:

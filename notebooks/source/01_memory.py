@@ -526,10 +526,11 @@ check("memory-6", step_flop)
 h100 = DEVICES["h100"]
 print(h100.source.replace(": ", ":\n", 1), end="\n\n")
 for device in DEVICES.values():
-    peak, size = device.peak("bf16") / 1e12, format_bytes(device.memory_bytes)
+    dtype = next(one for one in ("bf16", "fp16", "fp32") if one in device.peak_flop_per_s)
+    peak, size = device.peak(dtype) / 1e12, format_bytes(device.memory_bytes)
     links = ", ".join(f"{name} {speed / 1e9:g}" for name, speed in device.links.items())
     one_way = f"; GB/s one way: {links}" if links else ""
-    print(f"{device.name:<10}{size:>8}{peak:>8,.1f} TFLOP/s dense{one_way}")
+    print(f"{device.name:<10}{size:>8}{peak:>8,.1f} TFLOP/s dense, {dtype}{one_way}")
 step = train_step_flop(MODELS["megatron-175b"], batch=64, seq=2048)
 share = mfu(step, 13.75, DEVICES["a100-80"].peak("bf16"), world_size=64)
 print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share:.1%}")
@@ -580,9 +581,23 @@ print(pictures.roof_rows())
 # - **tensor parallelism** (lesson 07): over forward and backward, a GPT layer has about
 #   $\frac92\frac{h}{p-1}$ FLOP per byte sent, for any $t$.
 #
-# For large $p$, the first two have about $t$ FLOP per byte. On an H100, peak divided by link
-# bandwidth is 2,199 for NVLink and 19,790 for InfiniBand: with fewer tokens per rank, messages take
-# longer than computing at these speeds.
+# For large $p$, the first two have about $t$ FLOP per byte. So a rank needs as many tokens as its
+# peak divided by the bandwidth of its link: with fewer, messages take longer than computing. But
+# which bandwidth does a ring have that leaves its node? In a node of eight H100, each GPU has a
+# network adapter of its own. NCCL makes one ring through each of them, and they share the work.
+
+# %%
+from course_lib.cost.hardware import nodes_of
+
+nodes = nodes_of(h100)
+groups = {"one node": range(8), "whole nodes": range(64), "one GPU per node": range(0, 64, 8)}
+for name, ranks in groups.items():
+    rate = nodes.ring(ranks).bytes_per_s
+    print(f"{name:17} {rate / 1e9:3.0f} GB/s, {h100.peak() / rate:7,.0f} tokens per rank")
+
+# %% [markdown]
+# A ring over whole nodes is nearly as fast as one over NVLink. Slow are the groups that have one
+# GPU per node: all eight of a node are in different groups, and each group has one adapter.
 #
 # **An operation is memory-bound below the ridge point; a method is communication-bound where its
 # FLOP per byte sent are fewer than peak divided by link bandwidth.**

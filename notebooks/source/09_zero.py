@@ -679,7 +679,8 @@ for zero in (1, 2, 3):
 #
 # The bars show the states that a rank holds, and the dashed line the memory of an H100. Beside each
 # name you see how long its ranks communicate per step; *link* starts at NVLink (450 GB/s in each
-# direction).
+# direction). Between nodes, a ring over all eight GPUs of each node uses their eight adapters of
+# 50 GB/s together; a group with one GPU per node has one.
 
 # %% tags=["picture"]
 zero_explorer()

@@ -449,9 +449,8 @@ show(*pictures.losses_beside_fp32(losses))
 #
 # If all $p$ ranks shard, they form one ring here, as slow as its slowest link: per unit, each rank
 # sends $3\frac{p-1}{p}S$ bytes in two gathers and a reduce-scatter. With hybrid sharding, it sends
-# only $2\frac{R-1}{R}\frac{S}{s}$ across nodes. (NCCL can build one ring per network adapter. Then
-# hybrid sharding gains less.) On 2 nodes of 2 ranks, if layers take no time, what is, by formula,
-# a fully sharded step's time divided by a hybrid step's?
+# only $2\frac{R-1}{R}\frac{S}{s}$ across nodes. On 2 nodes of 2 ranks with one adapter each, if
+# layers take no time, what is, by formula, a fully sharded step's time divided by a hybrid step's?
 
 # %% tags=["predict"]
 fast = Link(name="fast Ethernet", latency_s=1e-3, bytes_per_s=40e6)
@@ -473,6 +472,28 @@ runs = {"sharded over 4": {}, "hybrid 2 x 2": {"mesh": (2, 2)}}
 real = lab.measure_fsdp(Ranks(4, link=two_nodes), build, emulated_loss, runs, turns=3)
 claim("hybrid is faster", real["hybrid 2 x 2"].step_s < real["sharded over 4"].step_s)
 show(*pictures.hybrid_steps(plan, two_nodes, real))
+
+# %% [markdown]
+# Our nodes have one network adapter. A node of eight H100 has eight, and NCCL makes a ring through
+# each of them: what does hybrid sharding gain there?
+
+# %%
+from course_lib.cost.hardware import H100, nodes_of
+
+numels = (0, *[8 * 10**9 // 32] * 32)  # 32 units of a model of 8 billion parameters
+for num_nodes, adapters in ((2, 1), (2, 8), (64, 8)):
+    times = []
+    for way in ({"p": 8 * num_nodes}, {"p": 8, "replicas": num_nodes}):
+        units = cost.UnitSizes(numels=numels, compute_bytes=2, **way)
+        nothing = cost.UnitTimes(forward_s=(0.0,) * 32, backward_s=(0.0,) * 32)
+        events = cost.fsdp_step(nothing, units, 8 * num_nodes, nodes_of(H100, adapters=adapters))
+        times.append(max(event.end_s for event in events))
+    words = f"{num_nodes:2} nodes of 8 H100, adapters per node: {adapters}"
+    print(f"{words}: sharded over all takes {times[0] / times[1]:.1f} times as long as hybrid")
+
+# %% [markdown]
+# With an adapter per GPU, the fully sharded ring is nearly as fast as NVLink. What hybrid sharding
+# saves then is steps of the ring: over 512 ranks it has 511, each with a latency.
 
 # %% [markdown]
 # ### Exercise 4 (further): the groups of hybrid sharding

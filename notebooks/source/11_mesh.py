@@ -139,19 +139,20 @@ for axis, found in sums.items():
 # |---|---|---|---|
 # | tp | each matrix | all-reduce of an activation or its gradient | 4 per layer and micro-batch |
 # | pp | the layers | send an activation, then its gradient | per boundary and micro-batch |
-# | dp | the batch | all-reduce of gradients (ZeRO-1: reduce-scatter, all-gather) | once |
+# | dp: DDP, ZeRO-1 | the batch | all-reduce of gradients (or reduce-scatter, all-gather) | once |
+# | dp: FSDP | the batch | gather layers, reduce-scatter gradients | 3 per layer and micro-batch |
 #
-# Two more axes are not built here: *cp* (context parallelism) splits the sequence, and its ranks
-# exchange keys and values; *ep* (expert parallelism) splits the experts of a mixture of experts,
-# and its ranks exchange tokens.
+# *cp* (context parallelism) is one more axis: it splits the sequence, and its ranks exchange keys
+# and values. *ep* (expert parallelism) is none: the experts of a layer are split over ranks that
+# dp, cp and tp have already, and these exchange tokens.
 #
 # How many bytes are sent? A rank has $L/p$ layers and computes $b/d$ of the sequences. Along tp it
 # all-reduces $bsh/d$ numbers, summed over all micro-batches, four times per layer. Along dp it
 # all-reduces the gradients of *its own* parameters, about $N/(pt)$ numbers. So the other two axes
-# reduce the traffic of data parallelism. In a ring of $k$ ranks, each sends $2(k-1)/k$ times the
-# bytes of the tensor. We train Llama 2 7B on 64 GPUs with 256 sequences of 4,096 tokens per step;
-# activations and gradients are in bf16. How many times as many bytes does a rank send along tp as
-# along dp?
+# reduce the traffic of data parallelism (of DDP, here). In a ring of $k$ ranks, each sends
+# $2(k-1)/k$ times the bytes of the tensor. We train Llama 2 7B on 64 GPUs with 256 sequences of
+# 4,096 tokens per step; activations and gradients are in bf16. How many times as many bytes does a
+# rank send along tp as along dp?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import MeshStep, axis_sent_bytes
@@ -166,8 +167,14 @@ guess_ratio = predict("bytes along tp divided by bytes along dp")
 sent = axis_sent_bytes(MeshStep(spec=llama, mesh=big, **sizes))
 reveal(guess_ratio, sent["tp"] / sent["dp"])
 show(*pictures.axis_bars(sent))
+gathered = 64 * 3 / 2 * sent["dp"]  # an all-reduce is as much as a gather and a reduce-scatter
+print(f"FSDP along dp, in 64 micro-batches: {gathered / 1e9:.0f} GB instead of", end=" ")
+print(f"{sent['dp'] / 1e9:.1f}; tp sends {sent['tp'] / gathered:.1f} times as much")
 
 # %% [markdown]
+# FSDP that gathers in every micro-batch sends nearly half as much as tp. The bytes along dp are few
+# only where they are sent once per step.
+#
 # If nothing overlaps them (lesson 07), tp's all-reduces are also on the critical path: the next
 # matrix multiplication waits for them. But gradients can be sent while backward still computes
 # (lesson 06), and a stage can compute one micro-batch while another one is sent (lesson 08).
@@ -206,7 +213,7 @@ check("mesh-2", finish_step)
 # %% [markdown]
 # **Along tp, ranks send activations in every layer. Along pp, they send an activation and its
 # gradient per micro-batch. Along dp, they send the gradients of their own parameters once per
-# step.**
+# step, or, with FSDP, gather and reduce them in every micro-batch.**
 #
 # ## 3 Eight ranks, one model
 #
@@ -507,12 +514,14 @@ check("mesh-4", misplaced)
 # %% [markdown]
 # ### All orders of a cluster
 #
-# The explorer computes the communication of 64 H100 on 8 nodes. A collective that crosses nodes
-# uses one link of 50 GB/s. (NCCL can use several links if a group has several GPUs in a node.) Move
-# an axis outward, and look at which groups cross nodes. What happens at tp = 16?
+# The explorer computes the communication of 64 H100 on 8 nodes, each with eight adapters of
+# 50 GB/s. A group with n GPUs in each of its nodes uses n adapters; the others serve the groups
+# beside it. Move an axis outward, and look at which groups cross nodes. What happens at tp = 16?
 
 # %% tags=["picture"]
-from course_lib.mesh.explorer import mesh_explorer
+from course_lib.cost.flops import train_step_flop
+from course_lib.cost.hardware import H100
+from course_lib.mesh.explorer import communication_s, mesh_explorer
 
 mesh_explorer()
 
@@ -530,6 +539,9 @@ guess_left = predict("tokens/s per GPU with tp = 16, divided by those with tp = 
 # %% tags=["picture"]
 best = pictures.best_tokens(8)
 reveal(guess_left, best[16] / best[8])
+compute_s = train_step_flop(llama, 256, 4096) / 64 / (0.4 * H100.peak())  # at 40 % of the peak
+step_s = {tp: compute_s + communication_s(tp) for tp in (8, 16)}
+print(f"by formula, for our 7B model: {step_s[8] / step_s[16]:.2f}")
 show(*pictures.best_by_tensor_degree())
 
 # %% [markdown]

@@ -385,8 +385,9 @@ show(*pictures.digits_of_losses(one.losses, {"DDP": two.losses, "the wrong run":
 #
 # First the cell prints what the PCIe study measured on two GPUs. Small models gained nothing there,
 # pipelines were poor, and ZeRO-2 was slower than ZeRO-1 and 3. On four GPUs, over several PCIe
-# bridges, all efficiencies fell strongly; ZeRO's stayed highest, at about 60 %. Move the sliders.
-# What can formulas predict, and what not?
+# bridges, all efficiencies fell strongly; ZeRO's stayed highest, at about 60 %. These GPUs are not
+# those of the picture, so compare the *order* of the methods, not their numbers. Move the sliders.
+# Which order do formulas predict, and why is it not the measured one?
 
 # %% tags=["picture"]
 from course_lib.scaling_study.explorer import study_explorer
@@ -400,10 +401,11 @@ for run in {run.spec: run for run in find_study("cluster").runs}.values():
 study_explorer()
 
 # %% [markdown]
-# On two A6000 with 500M, TP's and ZeRO-1's predictions are close to values measured on other GPUs;
-# DP's is not. On four GPUs over bridges, all measured values fell; of the predictions, the
-# pipeline's falls least. The formulas favor pipelines, above all those of small models, because
-# they ignore the time to launch kernels. And they count all ZeRO messages as exposed.
+# The formulas put DP far above ZeRO-1, but the study found them equal: the model hides DP's
+# messages behind backward (lesson 06), and none of ZeRO's, although ZeRO-1 can hide its
+# reduce-scatter, too. That difference is an assumption, not a prediction. They also favor
+# pipelines, above all those of small models, because they ignore the time to launch kernels: on
+# four GPUs over bridges, the pipeline's prediction falls least.
 #
 # A machine's links form a *matrix* (`nvidia-smi topo -m`). The picture shows yours if you have
 # several GPUs, otherwise an invented example. PIX means at most one PCIe bridge, PXB several
@@ -432,10 +434,12 @@ show(*pictures.link_matrix(*own))
 #
 # However you split a given batch, the training stays the same (up to rounding, without dropout). If
 # each copy gets a batch of its *own*, the global batch grows. The gradient is less noisy, but the
-# training is *different*. A shorter learning-rate warm-up (not the warm-up of section 1) may then
-# be enough. In a recorded experiment, the learning rate warms up for 100 of 150 steps on one
-# process, but for 4 steps on four copies with their own batches. By what factor do the four copies
-# need fewer steps to the same loss?
+# training is *different*, and settings that were right for the small batch need not be right for
+# the large one. (Goyal et al. 2017 let the learning rate grow with the batch, and needed a
+# *warm-up* of it, other than that of section 1, because large batches diverged at first.) In a
+# recorded experiment, one process and four copies with their own batches train alike otherwise: the
+# learning rate warms up for 100 of 150 steps. By what factor do the four copies need fewer steps to
+# the same loss?
 
 # %% tags=["predict"]
 guess_fewer = predict("steps to the same loss: of one process / of four copies")
@@ -447,19 +451,21 @@ from course_lib.scaling_study.curves import smooth, steps_to
 recorded = sample_results("convergence")
 unsplit = {(r.run.global_batch, r.run.warmup): r for r in recorded.experiments if r.run.tp == 1}
 base = smooth(unsplit[8, 100].losses)  # means of some steps: single batches vary
+needs = {}
 for batch, warmup in ((32, 100), (8, 4), (32, 4)):
-    steps = steps_to(base[-1], smooth(unsplit[batch, warmup].losses))
+    steps = needs[batch, warmup] = steps_to(base[-1], smooth(unsplit[batch, warmup].losses))
     times = f"{steps * batch / (len(base) * 8):.1f} times the tokens"
     print(f"batch {batch}, warm-up {warmup}: {steps} of {len(base)} steps, {times}")
-reveal(guess_fewer, len(base) / steps)
+reveal(guess_fewer, len(base) / needs[32, 100])
 
 # %% tags=["picture"]
 show(*pictures.convergence(recorded))
 
 # %% [markdown]
-# The larger batch and the shorter warm-up each save some steps; together they save most. But the
-# run with both reads more than twice as many tokens, so on this CPU it can need less time only
-# because four ranks work in parallel. The time to a given loss is seconds per step times steps.
+# Four times the batch saves few steps and reads more than three times as many tokens. A warm-up of
+# 4 steps instead of 100 saves more, with *either* batch: it has nothing to do with splitting, and a
+# comparison that changes both at once would credit the wrong one. The time to a given loss is
+# seconds per step times steps.
 # Beyond a critical batch size, a larger batch hardly saves steps (McCandlish et al. 2018).
 #
 # **Efficiency is about one step. Ask also how many steps the training takes.**

@@ -1,9 +1,11 @@
 """The table of real machines: dense peaks, links in one direction, and presets that are a row."""
 
+from dataclasses import replace
+
 import pytest
 
-from course_lib.core import INFINIBAND, NVLINK
-from course_lib.cost.hardware import A100_80, DEVICES
+from course_lib.core import INFINIBAND, NVLINK, CourseError, Link, TwoLevelLink
+from course_lib.cost.hardware import A100_80, DEVICES, H100, nodes_of
 
 
 @pytest.mark.parametrize("name", ["a6000", "a100-80", "h100", "h200", "b200"])
@@ -26,3 +28,30 @@ def test_links_are_counted_in_one_direction():
 def test_the_presets_are_the_links_of_one_machine():
     assert NVLINK.bytes_per_s == A100_80.links["NVLink"]
     assert INFINIBAND.bytes_per_s == A100_80.links["InfiniBand HDR"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "adapters", "gb_per_s"),
+    [
+        (range(8), 8, 450),  # one node: NVLink
+        (range(64), 8, 400),  # whole nodes: a ring through each adapter
+        (range(64), 2, 100),
+        (range(0, 64, 8), 8, 50),  # one GPU per node has one adapter
+        (range(0, 64, 4), 8, 100),
+        (range(12), 8, 200),  # the node with the fewest ranks has the fewest rings
+    ],
+)
+def test_a_ring_between_nodes_uses_as_many_adapters_as_it_has_ranks_on_a_node(
+    ranks, adapters, gb_per_s
+):
+    ring = nodes_of(H100, adapters=adapters).ring(ranks)
+    assert ring.bytes_per_s == gb_per_s * 1e9
+
+
+def test_an_emulated_ring_is_one_ring_and_never_faster_than_its_nodes():
+    fast, slow = (Link(latency_s=1e-3, bytes_per_s=rate) for rate in (9e6, 4e6))
+    two = TwoLevelLink(inside=fast, outside=slow, ranks_per_node=4)
+    assert two.ring(range(8)).bytes_per_s == 4e6
+    assert replace(two, adapters=4).ring(range(8)).bytes_per_s == 9e6
+    with pytest.raises(CourseError, match="need adapters >= 1; got 0"):
+        replace(two, adapters=0)
