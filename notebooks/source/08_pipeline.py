@@ -1,19 +1,23 @@
 # %% [markdown]
 # # 08 Pipeline parallelism: split the layers
 #
-# **Question.** A model that is too large for one device can be cut between its layers. What do the
-# other ranks do while one rank computes, and how short can their waiting be?
+# **Question.** A model that is too large for one device can be split between its layers. What do
+# the other ranks do while one rank computes, and how far can their idle time be reduced?
 #
-# Each rank holds a *stage*: some consecutive layers.
+# Tensor parallelism (lesson 07) splits every matrix, so the ranks communicate inside every layer.
+# Pipeline parallelism splits the model *between* layers: each rank holds a *stage*, that is, some
+# consecutive layers. It sends activations to the next stage, and their gradients back to the
+# previous one. This is little traffic, so a pipeline can run over slower links. Its cost is idle
+# time.
 #
 # *After this lesson you can*
 #
 # - write the 1F1B schedule, simulate it, and run it on real ranks;
-# - predict idle time and memory of GPipe, 1F1B and newer schedules;
+# - predict the idle time and the memory of GPipe, 1F1B and newer schedules;
 # - recognize a deadlock of sends, and a loss that was not divided by $m$;
 # - choose the number of micro-batches, and balance the stages.
 #
-# **Prerequisites:** lessons 01, 02 and 04. **Time:** 75 minutes of reading, 125 of exercises.
+# **Prerequisites:** lessons 01, 02 and 04. **Time:** 80 minutes of reading, 125 of exercises.
 # Section 6 ends with a break.
 #
 # | symbol | in code | meaning |
@@ -44,37 +48,44 @@ from course_lib.ranks import RankError, Ranks
 # %% [markdown]
 # ## 1 One rank computes, the others wait
 #
-# A batch goes forward through four stages, then backward. For what percentage of the time does each
-# rank compute?
-
-# %% tags=["predict"]
-guess_busy = predict("a rank computes", unit="% of the time")
-### GUESS guess_busy.commit(50)
+# Take a model that is split into four stages, one on each rank, and send one batch through it. Rank
+# 1 cannot begin before rank 0 has sent its output, and so on. Then backward runs through the ranks
+# in reverse order. The next cell simulates this.
 
 # %% tags=["picture"]
 played = simulate(schedules.naive(4, 1))
-reveal(guess_busy, 100 * (1 - played.bubble_fraction))
+print(f"each rank computes for {1 - played.bubble_fraction:.0%} of the time")
 show(*pictures.one_batch(played))
 
 # %% [markdown]
-# In synchronous training, the next batch cannot fill the gaps: it needs this step's new weights.
+# Each rank computes for only $1/p$ of the time: four devices are as fast as one. In synchronous
+# training, the next batch cannot fill the gaps, because its forward needs the weights that this
+# step has not computed yet.
 #
-# **With an undivided batch, only one rank computes at a time.**
+# **As long as the batch is not divided, only one rank of a pipeline computes at a time.**
 #
 # ## 2 Micro-batches
 #
-# So split the batch: while rank 1 computes micro-batch 0, rank 0 continues with micro-batch 1.
-# **GPipe** (Huang et al. 2019) runs all $m$ forwards, then all $m$ backwards. Each rank computes
-# for $m(F+B)$. The last rank starts $(p-1)F$ after the first rank, and the first rank ends $(p-1)B$
-# after the last rank. So a step takes $(m+p-1)(F+B)$, and each rank is idle for $(p-1)(F+B)$. This
-# idle time is the *bubble*. Divided by the computing time, it is $\frac{p-1}{m}$.
+# If the next batch cannot fill the gaps, parts of the *same* batch can. **GPipe** (Huang et al.
+# 2019) divides the batch into $m$ micro-batches, as lesson 02 did for gradient accumulation. While
+# rank 1 computes the forward of micro-batch 0, rank 0 already computes the forward of micro-batch
+# 1. GPipe runs all $m$ forwards, then all $m$ backwards. How much idle time is left?
 #
-# We measure it on four ranks with emulated layers: the gradients are real, but a layer sleeps for
-# its computing time. How large is the bubble with 8 micro-batches?
+# Follow the last rank through a step:
+#
+# 1. It waits until micro-batch 0 has passed the $p-1$ ranks before it: $(p-1)F$.
+# 2. It computes all $m$ micro-batches without a gap: $m(F+B)$.
+# 3. Its last gradient then passes the $p-1$ ranks before it, and the last rank has nothing left to
+#    do: $(p-1)B$.
+#
+# A step takes the sum of the three, $(m+p-1)(F+B)$. Each rank computes for $m(F+B)$ of it, so each
+# rank is idle for $(p-1)(F+B)$. This idle time is called the *bubble*. Divided by the computing
+# time it is $\frac{p-1}{m}$; as a fraction of the whole step it is $\frac{p-1}{m+p-1}$.
+#
+# We now measure it on four ranks with emulated layers: the gradients are real, but a layer sleeps
+# for its computing time, because four ranks on a laptop share its cores.
 
-# %% tags=["predict"]
-guess_bubble = predict("bubble for p = 4, m = 8", unit="% of the computing time")
-### GUESS guess_bubble.commit(50)
+# %%
 batch = BatchCost(forward_s=160e-3, backward_s=320e-3)  # a stage's seconds for the whole batch
 ranks, numbers = Ranks(4), [1, 2, 4, 8]
 
@@ -82,32 +93,42 @@ ranks, numbers = Ranks(4), [1, 2, 4, 8]
 # %% tags=["picture", "measured"]
 runs = {m: lab.emulated(schedules.gpipe(4, m), batch.times(m)) for m in numbers}
 made, whole_s = lab.measure(ranks, runs, turns=2), batch.forward_s + batch.backward_s
-reveal(guess_bubble, 100 * cost.bubble_overhead(4, 8))
+print(f"formula for m = 8: {cost.bubble_overhead(4, 8):.1%} of the computing time")
 measured = [[100 * (s / whole_s - 1) for s in made[m].seconds] for m in numbers]
 show(*pictures.gpipe_bubble(4, numbers, measured))
 
 # %% [markdown]
-# Messages and the engine add time, so the dots may lie above the line. Huang et al. (2019, section
-# 2.3) found the bubble negligible for $m\ge4p$, partly because their ranks recompute activations
-# while they wait. But smaller micro-batches may use a GPU less efficiently, and more micro-batches
-# need more messages (section 7).
+# The dots may lie above the line, because messages and the engine take time, too. Huang et al.
+# (2019, section 2.3) found the bubble negligible for $m\ge4p$, partly because their ranks recompute
+# activations while they wait for gradients.
+#
+# Then why not choose $m$ as large as possible? Smaller micro-batches may use a GPU less
+# efficiently, and more micro-batches need more messages (section 7).
 #
 # **GPipe's bubble is $(p-1)/m$ of the computing time, if all stages take equally long and messages
 # take no time.**
 #
 # ## 3 1F1B: backward as soon as possible
 #
-# GPipe's price is memory: without recomputation, each rank keeps the activations of all $m$
-# micro-batches. But the last rank can begin backward after its *first* forward. **1F1B** (one
-# forward, one backward; Narayanan et al. 2021, section 2.2.1) does that. In the **warm-up**, each
-# rank runs as many forwards as there are ranks after it. Then it alternates one forward and one
-# backward (**steady phase**), and finally runs the remaining backwards (**cool-down**).
+# A small bubble needs many micro-batches, but GPipe begins its first backward only after the last
+# forward. Unless it recomputes activations (lesson 03), each rank keeps those of all $m$
+# micro-batches until then. Can a rank free activations earlier?
 #
-# A **schedule** is a list of actions for each rank, without times. An action starts when its rank
-# is free and its input has arrived. The next cell prints GPipe's schedule.
+# Yes: the last rank can begin backward as soon as its *first* forward is done. **1F1B** (one
+# forward, one backward; Narayanan et al. 2021, section 2.2.1) uses this. Each rank goes through
+# three phases:
 #
-# A micro-batch is *in flight* on a rank from the start of its forward to the end of its backward.
-# With 1F1B, $p=4$ and $m=32$, how many micro-batches are in flight on rank 0 at most?
+# - **Warm-up:** it runs as many forwards as there are ranks after it.
+# - **Steady phase:** it alternates one forward and one backward.
+# - **Cool-down:** it runs the remaining backwards.
+#
+# Such an order is called a **schedule**: a list of actions for each rank, without times. An action
+# starts as soon as its rank is free and its input has arrived. The next cell prints GPipe's
+# schedule; `F2` is the forward of micro-batch 2, and `B2` its backward.
+#
+# We say that a micro-batch is *in flight* on a rank from the start of its forward to the end of its
+# backward: this is how long the rank keeps its activations. With 1F1B, $p=4$ and $m=32$, how many
+# micro-batches are in flight on rank 0 at most?
 
 # %% tags=["predict"]
 print(as_text(schedules.gpipe(4, 4)))
@@ -117,9 +138,12 @@ guess_held = predict("micro-batches in flight on rank 0 with 1F1B")
 
 # %% [markdown]
 # ### Exercise 1 (core): the order of 1F1B
+# *Difficulty 2 of 5, importance 5 of 5, about 10 minutes and 5 lines.*
 #
-# Return one list per rank of `Action(kind, stage, micro_batch)`; `kind` is `"forward"` or
-# `"backward"`. Your function also has to work for $m<p$. About 5 lines, 10 minutes.
+# Write the schedule of Megatron-LM. Return one list per rank of `Action(kind, stage, micro_batch)`:
+# `kind` is `"forward"` or `"backward"`, and the stage is the rank. For $p=2$ and $m=3$, rank 0 runs
+# F0 F1 B0 F2 B1 B2, and rank 1 runs F0 B0 F1 B1 F2 B2. Your function also has to work for $m<p$,
+# where a warm-up has at most $m$ forwards.
 
 
 # %% tags=["exercise"] exercise="pipeline-1"
@@ -151,13 +175,24 @@ for name, real in made.items():
 show(*pictures.fewer_in_flight({name: real.events for name, real in made.items()}))
 
 # %% [markdown]
-# Rank $r$ holds at most $\min(p-r,m)$ micro-batches in flight. The bubble is the same as GPipe's,
-# because the pipeline still has to fill and to empty.
+# With 1F1B, rank $r$ has at most $\min(p-r,m)$ micro-batches in flight: the $p-1-r$ of its warm-up,
+# and one more in the steady phase. This does not grow with $m$.
+#
+# The bubble, however, is the same as GPipe's. The last rank still waits until the first micro-batch
+# has passed the $p-1$ ranks before it, and its last gradient still has to pass these ranks. In
+# between, the last rank has no gap in either schedule. So what 1F1B saves is memory, and this lets
+# us afford the many micro-batches that make the bubble small.
+#
+# To compare more schedules before we run them, we need a simulator.
 #
 # ### Exercise 2 (core): when does each action end?
+# *Difficulty 3 of 5, importance 4 of 5, about 20 minutes and 9 lines.*
 #
-# Write the simulator. `source_of(action, p)` is the stage that sends an action's input, or None if
-# the action needs no message. About 9 lines, 20 minutes.
+# Return `{action: when it ends}` for a schedule. `seconds[kind]` is the duration of an action.
+# `source_of(action, p)` is the stage that sends its input, or None if it needs no message; a
+# message arrives `message_s` after the action that produced it has ended. With $p=2$, $m=1$, $F=1$,
+# $B=2$ and messages of 0.5 s, rank 0's forward ends at 1, rank 1's at 2.5, its backward at 4.5, and
+# rank 0's backward at 7.
 #
 # <details><summary>Hint: the action that produces the input</summary>
 # It is <code>action._replace(stage=source)</code>: same kind, same micro-batch.
@@ -196,24 +231,31 @@ from course_lib.pipeline.explorer import schedule_explorer
 schedule_explorer()
 
 # %% [markdown]
-# The course's `simulate` does this for every schedule. Move the sliders: which schedule suffers
-# most from slow messages?
+# The course's `simulate` does the same for every schedule of this lesson. Move the sliders: which
+# schedule suffers most from slow messages?
 #
-# **A schedule, with the durations of its actions and messages, determines the times of a step.**
+# **A schedule is only an order. Together with the durations of actions and messages, it determines
+# when everything in a step happens.**
 #
 # ## 4 An engine that runs any schedule
 #
+# The simulator moves no data. Now we let real ranks execute a schedule. For every schedule, a rank
+# runs the same program: for each action of its list, it receives an input, computes, and sends the
+# result.
+#
+# Backward needs some care. PyTorch's autograd knows only what happens inside one process, so its
+# graph ends at the border of a stage. We continue it by hand. The received activation becomes a
+# leaf that requires a gradient; after the stage's backward, this leaf's gradient is sent to the
+# previous rank, which passes it to `y.backward(grad)`.
+#
 # ### Exercise 3 (core): run a schedule
+# *Difficulty 4 of 5, importance 5 of 5, about 25 minutes and 17 lines.*
 #
-# Run one rank's actions. Backwards may come in any order. Only the first rank has the real `x` (it
-# may be integer tokens), and only the last rank has the real target. On all ranks but the first,
-# `x` only has the shape and dtype of the message that the rank receives. The last micro-batch may
-# be smaller. `isend` returns a handle at once; its tensor must not change before `handle.wait()`
-# returns.
-#
-# Add to `param.grad` the gradients of the *mean* of the $m$ losses; a nan stays nan. Do not change
-# lists, batch, stage (modes, hooks, frozen parameters) or random state. Budget: one message per
-# micro-batch and direction; with 1F1B, memory does not grow with $m$. About 17 lines, 25 minutes.
+# Execute one rank's actions; add to each `param.grad` the gradient of the *mean* of the $m$ losses.
+# In `(x, target)`, `x` is real on the first rank only, `target` on the last. Elsewhere `x` has the
+# shape and dtype of the message to receive. Backwards may come in any order. `dist.isend` returns a
+# handle; its tensor must not change before `handle.wait()` returns. Budget: one message per
+# micro-batch and direction; for 1F1B with $p=4$, rank 0 keeps 4 micro-batches.
 #
 # <details><summary>Hint: x.grad is None</summary>
 # By default, a received tensor gets no gradient. Call <code>x.requires_grad_()</code> before the
@@ -269,8 +311,8 @@ check("pipeline-3", run_actions)
 
 # %% [markdown]
 # The course's engine, `Pipeline`, runs all schedules of this lesson; the short file
-# `course_lib/pipeline/whole.py` has 1F1B alone. After 3 steps, do all parameters equal those of one
-# process?
+# `course_lib/pipeline/whole.py` has 1F1B alone. A pipeline changes the order of the work, but not
+# the mathematics: after 3 steps, do all parameters equal those of one process, up to rounding?
 
 # %%
 from course_lib.pipeline import Pipeline, split_model
@@ -297,15 +339,18 @@ for name, make in {"GPipe": schedules.gpipe, "1F1B": schedules.one_f_one_b}.item
     print(f"{name:5} as one process: {all(near)}; held at most {[peak for _, peak in found]}")
 
 # %% [markdown]
-# If you forget to remove `x` and `y` from `kept`, they stay in memory, and no result shows this
-# mistake.
+# They do, and 1F1B holds fewer micro-batches. But comparing results does not find every mistake. If
+# you forget to remove `x` and `y` from `kept`, all gradients are right, and the activations of
+# every micro-batch stay in memory. Only a measurement of memory shows it.
 #
-# **Send without waiting, free activations early, and divide the loss once.**
+# **A pipeline engine computes the gradients of one process if the loss is divided by $m$ once. It
+# reaches the memory of its schedule only if activations are freed right after their backward.**
 #
 # ## 5 Break it: sends that wait
 #
-# Gloo's `dist.send` waits until the other rank receives. The next cell uses it instead of `isend`,
-# and computes nothing. Which schedule hangs?
+# Our engine used `isend`, which returns at once. A plain `dist.send` looks simpler. But with the
+# gloo backend it waits until the other rank receives. The next cell uses it to send the messages of
+# a schedule, without computing anything. Which schedule hangs?
 
 # %% tags=["predict"]
 guess_hang = predict("which one hangs?", choices=("GPipe", "1F1B", "both", "none"))
@@ -331,17 +376,22 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# In 1F1B's steady phase, one neighbor sends an activation while the other one sends a gradient, and
-# neither receives.
+# GPipe ends, because its messages never cross: first all of them go forward, then all go backward.
+# In 1F1B's steady phase, rank $r$ sends an activation forward while rank $r+1$ sends a gradient
+# back. Each of the two waits until the other one receives, and neither gets to its receive: a
+# deadlock. A test with GPipe alone would not have found it. Megatron-LM avoids it by combining the
+# send with the receive that belongs to it in one call.
 #
-# **When two neighbors send to each other, use sends that do not block, or combine each send with
-# the receive.**
+# **If two neighbors may send to each other at the same time, use sends that do not block, or
+# combine each send with the matching receive.**
 #
 # ## 6 Break it: the loss that was not divided
 #
-# Hugging Face's teaching code picotron (commit 12e81c3, `pipeline_parallel.py`) divides the loss
-# that it *logs* by $m$, but not the one that it backpropagates, so every gradient is $m$ times too
-# large. After 30 steps, does the loss show that gradients are 8 times too large?
+# A hang is at least visible. The next mistake is not: nothing fails, and the loss falls. Hugging
+# Face's teaching code picotron (commit 12e81c3, `pipeline_parallel.py`) divides the loss that it
+# *logs* by $m$, but not the one that it backpropagates, so every gradient is $m$ times too large.
+# The next cell trains a small model for 30 steps with right gradients, and with gradients that are
+# 8 times too large. Does the loss show the difference?
 
 
 # %% tags=["measured"]
@@ -363,9 +413,12 @@ for name, cls, lr in (("SGD", torch.optim.SGD, 0.2), ("Adam", torch.optim.Adam, 
     print(f"{name:4}: loss {right:.3f}; with gradients 8 times too large {wrong:.3f}")
 
 # %% [markdown]
-# With SGD, the loss shows the mistake. Adam divides by a running average of the gradient's size, so
-# a constant factor cancels, up to $\epsilon$. The factor matters in clipping, in weight decay that
-# is added to the gradient, and if $m$ changes during training. So compare *gradients*.
+# With SGD it does: a gradient that is 8 times too large acts like a learning rate that is 8 times
+# too large. Adam divides each gradient by a running average of its size. So a constant factor
+# cancels, except for the small $\epsilon$ in the denominator, and the curve looks right. The
+# mistake still matters: gradient clipping sees a norm that is 8 times too large, weight decay that
+# is added to the gradient becomes relatively weaker, and training changes if $m$ does. To find it,
+# compare *gradients* with those of one process.
 #
 # **A falling loss does not prove that the gradients are right.**
 #
@@ -373,8 +426,9 @@ for name, cls, lr in (("SGD", torch.optim.SGD, 0.2), ("Adam", torch.optim.Adam, 
 #
 # ## 7 On a slow link, more micro-batches can be slower
 #
-# The next cells run section 2's batch over a link with 30 ms latency. Is 1F1B faster with $m=4$ or
-# with $m=16$?
+# So far, messages took almost no time, and more micro-batches always made the step shorter. We run
+# section 2's batch again, over an emulated link with a latency of 30 ms. Is 1F1B faster with $m=4$
+# or with $m=16$?
 
 # %% tags=["predict"]
 from course_lib.core import Link
@@ -398,17 +452,28 @@ show(*pictures.steps_on_link(4, numbers, batch, wire, times_s))
 print(cost.parts_table(4, numbers, batch, wire))
 
 # %% [markdown]
-# In 1F1B, rank 0 starts the forward of micro-batch $i+p$ only after the backward of micro-batch
-# $i$. So every $p$ micro-batches cost one more round trip of $2(p-1)$ messages. In this example,
-# GPipe *exposes* (waits for) only the $2(p-1)$ messages with which the pipeline fills and empties.
+# The bubble shrinks as before, but the exposed messages cost more than that. (A message is
+# *exposed* if a rank waits for it.) The reason is 1F1B's limit on memory. Rank 0 may start the
+# forward of micro-batch $i+p$ only after the backward of micro-batch $i$. This backward needs a
+# round trip: $p-1$ messages to the last rank, and $p-1$ messages back. So every $p$ additional
+# micro-batches expose another $2(p-1)$ latencies.
 #
-# **More micro-batches help only if their additional exposed messages cost less than the bubble that
-# they save.**
+# GPipe has no such limit: its forwards follow each other without waiting for any gradient. In this
+# example it exposes only the $2(p-1)$ messages with which the pipeline fills and empties, at the
+# price of more memory.
+#
+# **More micro-batches shorten a step only if their additional exposed messages cost less than the
+# bubble that they save.**
 #
 # ## 8 Stages are not equally long
 #
-# All stages wait for the slowest one. GPT-2 small has 12 blocks. Counted in FLOP, how many blocks
-# cost as much as its output layer (1,024 tokens, all attention scores counted)?
+# All formulas so far assumed that all stages take equally long. In a real model they do not: the
+# first stage also has the embedding, which takes almost no time, and the last one has the output
+# layer, a product with a matrix as wide as the vocabulary. Every micro-batch passes every stage, so
+# the slowest stage sets the pace, and the others wait for it.
+#
+# GPT-2 small has 12 blocks. Counted in FLOP, how many blocks cost as much as its output layer
+# (1,024 tokens, all attention scores counted)?
 
 # %% tags=["predict"]
 from course_lib.cost.flops import forward_flop
@@ -420,9 +485,12 @@ guess_head = predict("the output layer of GPT-2, in blocks")
 
 # %% [markdown]
 # ### Exercise 4 (further): balance the stages
+# *Difficulty 2 of 5, importance 3 of 5, about 15 minutes and 4 lines.*
 #
-# How many consecutive layers, at least one, should each of $p$ stages get, so that the slowest
-# stage is as fast as possible? About 4 lines, 15 minutes.
+# Divide consecutive layers into $p$ stages, at least one layer each, so that the slowest stage is
+# as fast as possible. Return the number of layers of each stage. For `layer_times = [0, 1, 1, 1,
+# 3]` and $p=2$, `[4, 1]` is right: both stages take 3, while `[3, 2]` takes 2 and 4. A planner
+# (lesson 12) needs this for every model.
 #
 # <details><summary>Hint: all cuts</summary>
 # <code>combinations(range(1, n), p - 1)</code> gives all cuts; <code>pairwise</code> of (0, *cut,
@@ -454,25 +522,30 @@ for name, cut in cuts.items():
     step = simulate(schedules.one_f_one_b(4, 3), times)
     print(f"{name:12} {cut}: {step.step_s:.0f} block times a step, {step.bubble_fraction:.0%} idle")
 h100 = cost.h100_stages()
-print(f"a 1B model on 8 H100: its output layer costs {h100.head_layers:.1f} blocks")
+mean = (16 + h100.head_layers) / 8
+print(f"1B model, 16 blocks, 8 stages: output layer {h100.head_layers:.1f} blocks, mean {mean:.1f}")
 print("(stages, published tokens/s per GPU, formula):")
 print(*zip(h100.stages, map(round, h100.published), map(round, h100.formula), strict=True))
 
 # %% [markdown]
-# The printed steps are 1F1B with $m=3$; a block time is the forward of one block. The H100 runs are
-# from the Ultra-Scale Playbook (Tazi et al. 2025). The formula takes the speed with one stage from
-# the data, and predicts the other speeds from the bubble and the slowest stage. With 8 stages, the
-# slowest one is the output layer alone: it costs 3.2 blocks, and the mean stage 2.4 blocks.
+# The first two lines are 1F1B with $m=3$, in units of the forward of one block: with equally many
+# layers, the last stage slows down every micro-batch. The H100 runs are from the Ultra-Scale
+# Playbook (Tazi et al. 2025). The formula takes the speed with one stage from the data, and
+# predicts the other speeds from the bubble and from the slowest stage. With 8 stages, the slowest
+# one is the output layer alone, which costs more than the mean stage. Here the imbalance costs more
+# than the bubble.
 #
-# In many models, embedding and output layer share one matrix (*tied* weights). Then the first and
-# the last stage hold copies of it, and each copy gets only the gradient of its own use.
+# Stages differ in a second way. In many models, embedding and output layer share one matrix (*tied*
+# weights). In a pipeline, the first and the last stage then hold copies of it. Each copy gets only
+# the gradient of its own use, so without communication the copies drift apart, and nothing fails.
 #
 # ### Exercise 5 (further): a tied weight
+# *Difficulty 2 of 5, importance 4 of 5, about 10 minutes and 3 lines.*
 #
-# After backward, leave the sum of both gradients in both copies' `.grad`. `ends` is the process
-# group of the first and the last stage. A frozen weight's `.grad` is None. Any other gradient may
-# be a transposed view. Budget: one message in each direction; middle stages (their weight is None)
-# send nothing. About 3 lines, 10 minutes.
+# Keep two copies of one weight equal. `ends` is the process group of the first and the last stage.
+# After backward, leave the sum of both gradients in both copies' `.grad`: if they are 3 and 5, both
+# become 8. In the middle stages `weight` is None; a frozen weight has `.grad` None. Budget: one
+# message in each direction between the ends, none from the others.
 
 
 # %% tags=["exercise"] exercise="pipeline-5"
@@ -494,9 +567,14 @@ check("pipeline-5", sum_tied)
 #
 # ## 9 Micro-batches inside a sequence
 #
-# With causal attention a token does not need later tokens. So **TeraPipe** (Li et al. 2021) splits
-# one long *sequence*: while rank 1 computes the first piece, rank 0 computes the second piece. The
-# second piece attends to the keys and values of the first piece, which rank 0 has kept.
+# To fill a pipeline, GPipe and 1F1B need many sequences per batch. A batch of a few very long
+# sequences gives only a few micro-batches. Can one *sequence* be divided?
+#
+# With causal attention it can, because a token does not need later tokens. **TeraPipe** (Li et al.
+# 2021) splits the sequence into pieces: while rank 1 computes the first piece, rank 0 computes the
+# second one. The second piece attends to the keys and values of the first piece, which each rank
+# has kept for its own layers. The next cell computes the forward time for different numbers of
+# pieces.
 
 # %%
 from course_lib.pipeline.token_pipeline import TokenCost, balanced_cut, even_cut, token_forward_s
@@ -510,25 +588,35 @@ for number in (1, 2, 4, 8, 16, 32):
 
 # %% [markdown]
 # If piece $i$ takes $t_i$ on each stage, the forward takes $\sum t_i+(p-1)\max t_i$ (Li et al.
-# 2021, equation 5): the longest piece counts $p$ times. A later token attends to more tokens. So if
-# all pieces take equally long, later pieces have fewer tokens.
+# 2021, equation 5). The first term is the work of one rank; the second is the time in which the
+# pipeline fills and empties, at the pace of the longest piece. So the longest piece counts $p$
+# times, and pieces should take equally long. But a later token attends to more tokens. Balanced
+# pieces therefore have fewer and fewer tokens. And too many pieces are slow again, because each
+# piece has a fixed cost.
 #
-# **Causal attention lets the pieces of one sequence follow each other through the stages.**
+# **With causal attention, the pieces of one sequence can follow each other through the stages, like
+# micro-batches.**
 #
 # ## 10 Schedules in use today
 #
-# **Interleaved 1F1B** (Narayanan et al. 2021, section 2.2.2). Each rank holds $v$ smaller *model
-# chunks*: rank $r$ has chunks $r$, $r+p$, and so on. The pipeline fills and empties chunk by chunk,
-# and a chunk takes $\frac1v$ of a stage's time: the bubble is $\frac{p-1}{vm}$ of the computing
-# time.
+# For a given batch and number of stages, $\frac{p-1}{m}$ cannot be reduced by reordering whole
+# forwards and backwards of whole stages. Newer schedules divide the stages or the backwards.
+#
+# **Interleaved 1F1B** (Narayanan et al. 2021, section 2.2.2) divides the stages. Each rank holds
+# $v$ smaller *model chunks*: rank $r$ has chunks $r$, $r+p$, and so on. A chunk takes $\frac1v$ of
+# a stage's time. So the first micro-batch reaches the last rank after $(p-1)\frac Fv$ instead of
+# $(p-1)F$, and the pipeline also empties in $\frac1v$ of the time. The bubble is $\frac{p-1}{vm}$
+# of the computing time. The price is that each micro-batch visits every rank $v$ times, with a
+# message for every visit.
 #
 # ### Exercise 6 (further): the interleaved order
+# *Difficulty 4 of 5, importance 2 of 5, about 15 minutes and 10 lines.*
 #
-# Return one list per rank of `Action(kind, rank, micro_batch, model_chunk)`, for $v\ge2$.
-# Micro-batches run in rounds of $p$. In forward, a rank runs a whole round in its chunk 0, then 1,
-# and so on; in backward, its last chunk is first. A rank's warm-up has $(v-1)p$ forwards, plus 2
-# for each rank after it (at most $vm$). The rest is as in 1F1B. If $m$ is no multiple of $p$, raise
-# a `ValueError`. About 10 lines, 15 minutes.
+# Return `Action(kind, rank, micro_batch, model_chunk)` lists, for $v\ge2$. Micro-batches run in
+# rounds of $p$ (`ValueError` if $p$ does not divide $m$): a whole round in chunk 0, then in chunk
+# 1, and so on; in backward the last chunk is first. The warm-up has $(v-1)p$ forwards, plus 2 for
+# each later rank (at most $vm$); the rest is as in 1F1B. For $p=m=v=2$, rank 1 runs F0 F1 F0.1 B0.1
+# F1.1 B1.1 B0 B1 (F0.1: chunk 1).
 
 
 # %% tags=["exercise"] exercise="pipeline-6"
@@ -555,17 +643,21 @@ def interleaved(p, m, v):
 check("pipeline-6", interleaved)
 
 # %% [markdown]
-# **ZB-H1** (Qi et al. 2024, section 2). A backward computes the gradient of the input, $I$, for
-# which the previous rank waits, and the gradients of the weights, $W$, for which no rank waits.
-# ZB-H1 runs $I$ at once. Rank $r$ defers each $W$ by $r$ micro-batches, so that deferred $W$ fill
-# part of the bubble at the end.
+# **ZB-H1** (Qi et al. 2024, section 2) divides the backward. Backward computes two things: the
+# gradient of the stage's input, $I$, for which the previous rank waits, and the gradients of its
+# weights, $W$, for which no other rank waits. ZB-H1 runs $I$ at once, and rank $r$ defers each $W$
+# by $r$ micro-batches. Look at the last rank again. After its last $I$, the gradient still has to
+# pass $p-1$ ranks, but each of them now takes only $I$ instead of $I+W$. Meanwhile the last rank
+# runs its $p-1$ deferred $W$. So it is idle for $(p-1)F$ at the beginning and for $(p-1)(I-W)$ at
+# the end.
 #
-# **ZB-V** (Qi et al. 2024, section 6) splits the backward, too. Each rank has two chunks, in a V:
-# rank $r$ holds chunks $r$ and $2p-1-r$, so the loss is on rank 0.
+# **ZB-V** (Qi et al. 2024, section 6) splits the backward, too, and gives each rank two chunks in
+# the shape of a V: rank $r$ holds chunks $r$ and $2p-1-r$. So rank 0 has the first and the last
+# chunk, and the loss.
 #
-# **DualPipeV** (Sea AI Lab 2025, from DeepSeek's DualPipe) has the same V. In the steady phase it
-# pairs a forward with the backward of another micro-batch. If the two run at the same time, one can
-# compute while the other communicates.
+# **DualPipeV** (Sea AI Lab 2025, from DeepSeek's DualPipe) uses the same V. In the steady phase it
+# pairs the forward of one micro-batch with the backward of another. If the two run at the same
+# time, one can compute while the other communicates.
 
 # %% tags=["predict"]
 from course_lib.pipeline import dual_pipe_v, zero_bubble_v
@@ -607,27 +699,33 @@ print(cost.bubble_rate_table())
 # | ZB-V | $\frac12(p-1)F$ | $p$ | $4(p-1)m$ |
 # | DualPipeV | $\frac12(p-1)(F+I-W)$ | $p+\frac12$ | $4(p-1)m$ |
 #
-# The table needs $m\ge2p$ (interleaved: also a multiple of $p$), $W\le F$ and $W\le I$. ZB-V's
-# bubble also needs $F=I=W$ (Qi et al. count 0, because they measure from a rank's first action to
-# its last). DualPipeV's bubble, found by our simulation, also needs $I\le F\le I+W$. ZB-H1 has on
-# *every* rank as many micro-batches in flight as 1F1B has on the first. The last lines of the
-# output compare our simulator with Qi et al. 2024 (table 5).
+# The table holds for $m\ge2p$ (interleaved: $m$ is also a multiple of $p$), $W\le F$ and $W\le I$.
+# ZB-V's bubble also needs $F=I=W$. Qi et al. count it as 0, because they measure from each rank's
+# first action to its last, and so leave out the time in which a rank waits for its first input.
+# DualPipeV's bubble is from our simulation, and also needs $I\le F\le I+W$.
 #
-# **Compared with 1F1B, a smaller bubble costs memory here, at least on later ranks, and with chunks
-# also messages.**
+# The columns show what a smaller bubble costs. 1F1B has $p$ micro-batches in flight only on rank 0,
+# and one on the last rank. ZB-H1 has $p$ of them on *every* rank, because a deferred $W$ needs its
+# activations. Chunks add messages. The last lines of the output compare our simulator with the
+# bubble rates that Qi et al. calculate from measured times (2024, table 5).
+#
+# **Compared with 1F1B, the schedules here pay for a smaller bubble with memory, at least on later
+# ranks; those with chunks also pay with messages.**
 #
 # ## 11 An open puzzle
 #
-# Which order is best for given $p$, $m$, memory and $F:I:W$?
+# The pictures assumed $F=I=W$. In real models the three differ. Which order is best for given $p$,
+# $m$, memory and $F:I:W$? No formula is known; Qi et al. (2024, section 3) search for a good order
+# with a program. So do you.
 #
 # ### Exercise 7 (further): the shortest step
+# *Difficulty 5 of 5, importance 2 of 5, about 30 minutes and 10 lines.*
 #
-# Return a schedule with a short simulated step and, on each rank, at most `cap` $\ge p$
-# micro-batches in flight (from F until W). `seconds` has the times of `"forward"`,
-# `"backward_input"` and `"backward_weight"`; messages take none. It is right if it is never slower
-# than ZB-H1 in seven puzzles. The loop is a *list scheduler*: of the actions in `ready`, it runs
-# the first that can start, or the most urgent (0) of those. Fill `ready`. About 10 lines, 30
-# minutes.
+# Find a schedule with a short simulated step: in seven puzzles, never slower than ZB-H1. `seconds`
+# has the times of `"forward"`, `"backward_input"` and `"backward_weight"`; messages take none. At
+# most `cap` $\ge p$ micro-batches are in flight on a rank, from F until W. The loop is a *list
+# scheduler*: of the actions in `ready`, it runs the one that can start first; of equals, the most
+# urgent (0). With `(0.0, 2, a)` and `(0.0, 0, b)` it runs `b`. Fill `ready`.
 #
 # <details><summary>Hint: what can run next</summary>
 # Count each rank's F, I and W, which run in micro-batch order. I needs its F, W its I.
@@ -671,17 +769,18 @@ from course_lib.checks.pipeline.scores import scores
 print(scores(pack))
 
 # %% [markdown]
-# The bound holds for one chunk per rank; ZB-V, with two, is below it here. ZB-H1 may win in the
-# last column.
+# The bound in the table holds for schedules with one chunk per rank. ZB-V has two chunks, so it may
+# be below the bound. In the last column, with the times that Qi et al. measured, ZB-H1 may be
+# faster than yours.
 #
-# **The best schedule depends on times and memory: simulate, then search.**
+# **The best schedule depends on the durations and on the memory: simulate, then search.**
 #
 # ## 12 The real thing
 #
-# `torch.distributed.pipelining` has all five schedules, with our order of actions; its
-# `ScheduleInterleavedZeroBubble` with one chunk per rank is ZB-H1. The next cell runs them on two
-# ranks, without tied weights (PyTorch's `PipelineStage` does not sum their gradients). Are our
-# gradients equal to PyTorch's?
+# In practice you would use a library. `torch.distributed.pipelining` has all five schedules, with
+# our order of actions. (Its `ScheduleInterleavedZeroBubble` with one chunk per rank is ZB-H1.) The
+# next cell runs them on two ranks. The model has no tied weights, because PyTorch's `PipelineStage`
+# does not sum their gradients. Are our gradients equal to PyTorch's?
 
 # %% tags=["measured"]
 from dataclasses import replace
@@ -697,8 +796,8 @@ for name, plan in zip(names, five(2, 8).values(), strict=True):
 
 # %% [markdown]
 # Megatron-Core has 1F1B and interleaved 1F1B. The next cell counts the last rank's messages in one
-# step with tied weights. Megatron-Core sums the tied gradients by all-reduce, our engine by
-# messages.
+# step with tied weights, with one chunk per rank and with two. Megatron-Core sums the tied
+# gradients by an all-reduce, our engine by messages.
 
 # %% tags=["measured"]
 from course_lib.frameworks import missing
@@ -713,11 +812,21 @@ for chunks, name in product((1, 2), names):
     print(f"{chunks} chunks, {name}: loss {ran.losses[-1]:.5f}, {ran.median_ms:.0f} ms; {sent}")
 
 # %% [markdown]
+# **With the same schedule, frameworks and a short engine compute the same gradients. They differ in
+# speed, and in what they leave to you, such as tied weights.**
+#
 # ## What to keep
 #
-# - GPipe and 1F1B have a bubble of $\frac{p-1}{m}$ of the computing time. Rank $r$ holds $m$
-#   micro-batches with GPipe, and at most $\min(p-r,m)$ with 1F1B.
-# - Model chunks shorten the bubble; deferred weight gradients fill part of it.
+# - With an undivided batch only one rank computes. Micro-batches let the ranks work at the same
+#   time; what remains is the bubble.
+# - GPipe and 1F1B have the same bubble, $\frac{p-1}{m}$ of the computing time for equal stages.
+#   Rank $r$ holds $m$ micro-batches with GPipe, and at most $\min(p-r,m)$ with 1F1B.
+# - Model chunks shorten the bubble and cost messages; deferred weight gradients fill part of it and
+#   cost memory on the later ranks.
+# - On a slow link, 1F1B exposes a round trip for every $p$ micro-batches. And the slowest stage
+#   sets the pace, often the one with the output layer.
+# - Compare gradients with those of one process: neither a falling loss nor a test with one schedule
+#   proves an engine right.
 #
 # **Read on**
 #
