@@ -591,7 +591,7 @@ for number in (1, 2, 4, 8, 16, 32):
 # 2021, equation 5). The first term is the work of one rank; the second is the time in which the
 # pipeline fills and empties, at the pace of the longest piece. So the longest piece counts $p$
 # times, and pieces should take equally long. But a later token attends to more tokens. Balanced
-# pieces therefore have fewer and fewer tokens. And too many pieces are slow again, because each
+# pieces therefore have fewer and fewer tokens. And more pieces help less and less, because each
 # piece has a fixed cost.
 #
 # **With causal attention, the pieces of one sequence can follow each other through the stages, like
