@@ -68,8 +68,8 @@ show(*pictures.one_batch(played))
 #
 # If the next batch cannot fill the gaps, parts of the *same* batch can. **GPipe** (Huang et al.
 # 2019) divides the batch into $m$ micro-batches, as lesson 02 did for gradient accumulation. While
-# rank 1 computes the forward of micro-batch 0, rank 0 already computes the forward of micro-batch
-# 1. GPipe runs all $m$ forwards, then all $m$ backwards. How much idle time is left?
+# rank 1 computes the forward of micro-batch 0, rank 0 already computes that of micro-batch 1.
+# GPipe runs all $m$ forwards, then all $m$ backwards. How much idle time is left?
 #
 # Follow the last rank through a step:
 #
@@ -376,11 +376,11 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# GPipe ends, because its messages never cross: first all of them go forward, then all go backward.
-# In 1F1B's steady phase, rank $r$ sends an activation forward while rank $r+1$ sends a gradient
-# back. Each of the two waits until the other one receives, and neither gets to its receive: a
-# deadlock. A test with GPipe alone would not have found it. Megatron-LM avoids it by combining the
-# send with the receive that belongs to it in one call.
+# GPipe finishes, because its messages never cross: first all of them go forward, then all go
+# backward. In 1F1B's steady phase, rank $r$ sends an activation forward while rank $r+1$ sends a
+# gradient back. Each of the two waits until the other one receives, and neither gets to its
+# receive: a deadlock. A test with GPipe alone would not have found it. Megatron-LM avoids it by
+# combining the send with the receive that belongs to it in one call.
 #
 # **If two neighbors may send to each other at the same time, use sends that do not block, or
 # combine each send with the matching receive.**
@@ -612,11 +612,11 @@ for number in (1, 2, 4, 8, 16, 32):
 # ### Exercise 6 (further): the interleaved order
 # *Difficulty 4 of 5, importance 2 of 5, about 15 minutes and 10 lines.*
 #
-# Return `Action(kind, rank, micro_batch, model_chunk)` lists, for $v\ge2$. Micro-batches run in
-# rounds of $p$ (`ValueError` if $p$ does not divide $m$): a whole round in chunk 0, then in chunk
-# 1, and so on; in backward the last chunk is first. The warm-up has $(v-1)p$ forwards, plus 2 for
-# each later rank (at most $vm$); the rest is as in 1F1B. For $p=m=v=2$, rank 1 runs F0 F1 F0.1 B0.1
-# F1.1 B1.1 B0 B1 (F0.1: chunk 1).
+# Return a list per rank of `Action(kind, rank, micro_batch, model_chunk)`, for $v\ge2$.
+# Micro-batches run in rounds of $p$ (`ValueError` if $p$ does not divide $m$): a whole round in
+# chunk 0, then in chunk 1, and so on; in backward the last chunk is first. The warm-up has $(v-1)p$
+# forwards, plus 2 for each later rank (at most $vm$); the rest is as in 1F1B. For $p=m=v=2$, rank 1
+# runs F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1 (F0.1: chunk 1).
 
 
 # %% tags=["exercise"] exercise="pipeline-6"
