@@ -7,10 +7,10 @@ from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.mesh import Mesh
 from course_lib.mesh.cost import MeshStep, all_orders, axis_seconds, axis_sent_bytes
 from course_lib.mesh.explorer import CLUSTER
-from course_lib.mesh.pictures import axis_bars, best_by_tensor_degree, groups_across_nodes
+from course_lib.mesh.pictures import axis_dots, best_by_tensor_degree, groups_across_nodes
 
 STEP = MeshStep(
-    spec=MODELS["llama2-7b"],
+    spec=MODELS["llama-70b"],
     mesh=Mesh(pp=2, dp=4, tp=8),
     batch=256,
     seq=4096,
@@ -30,8 +30,8 @@ def misplaced():
 
 
 def traffic():
-    """Bytes by axis of a 7B model."""
-    return axis_bars(axis_sent_bytes(STEP), who="7B on 64 GPUs: a rank")[0]
+    """Bytes by axis of a 70B model."""
+    return axis_dots(axis_sent_bytes(STEP), who="70B on 64 GPUs: a rank")[0]
 
 
 def orders():
@@ -41,7 +41,7 @@ def orders():
     ranked = sorted(seconds, key=seconds.__getitem__)
     pairs = [Pair(name=" ".join(mesh.sizes), predicted=seconds[mesh]) for mesh in ranked]
     worst, best = seconds[ranked[-1]], seconds[ranked[0]]
-    title = f"7B on 8 nodes: the slowest order communicates {worst / best:.1f} times as long "
+    title = f"70B on 8 nodes: the slowest order communicates {worst / best:.1f} times as long "
     title += "as the fastest"
     return paired_bars(
         pairs, title, x_label="communication of rank 0 per step, none overlapped (s)"

@@ -11,6 +11,7 @@ from string import ascii_lowercase
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from course_lib.core.errors import MeshError
@@ -18,10 +19,9 @@ from course_lib.core.links import TwoLevelLink
 from course_lib.core.records import Event
 from course_lib.core.units import KIB
 from course_lib.cost.published import rows
-from course_lib.display.colours import QUIET, RANK, WHITE
+from course_lib.display.colours import QUIET, RANK, SERIES, WHITE
 from course_lib.display.compare import Voices, compare
-from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page
-from course_lib.display.paired_bars import Pair, paired_bars
+from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page, plain, powers_of_ten
 from course_lib.display.timeline import timelines
 from course_lib.mesh.lab import median_call_s
 from course_lib.mesh.mesh import Mesh
@@ -129,24 +129,90 @@ def _panel(axes: Axes, mesh: Mesh, axis: str, at: tuple[float, float, int]) -> N
             axes.text(*middle, words, ha="center", va="center", **look)  # type: ignore[arg-type]
 
 
-def axis_bars(
+def mesh_cube(mesh: Mesh) -> tuple[Figure, str]:
+    """Draw 2 x 2 x 2 ranks as a cube: every edge is a process group, one line style per axis.
+
+    The outermost axis goes to the back, the innermost to the right.
+
+    Raises: MeshError for a mesh of other sizes
+    """
+    if [*mesh.sizes.values()] != [2, 2, 2]:
+        raise MeshError(f"mesh_cube: need three axes of 2 ranks; got {mesh}. Try mesh_grid.")
+    names = [*mesh.sizes]
+    title = "Each edge of the cube is a process group: "
+    title += ", ".join(f"ranks along {axis} differ by {mesh.stride(axis)}" for axis in names[::-1])
+    looks = zip(SERIES[:3], (":", "--", "-"), strict=True)
+    styles = dict(zip(names, looks, strict=True))
+    keys = [
+        Line2D([], [], color=color, linestyle=line, lw=2.4, label=f"{axis}: 4 groups of 2")
+        for axis, (color, line) in styles.items()
+    ]
+    note = f"on a corner: the rank, and its coordinates {', '.join(names)}"
+    figure, (axes,) = page(title, [3.0], note=note, legend=keys, margins=Margins(bottom=0.1))
+    at = {rank: _corner(*mesh.coordinates(rank).values()) for rank in range(8)}
+    for axis, (color, line) in styles.items():
+        for one, other in mesh.groups(axis):
+            x, y = zip(at[one], at[other], strict=True)
+            axes.plot(x, y, color=color, linestyle=line, lw=2.4)
+    box = {"boxstyle": "round", "facecolor": WHITE, "edgecolor": QUIET}
+    look = {"ha": "center", "va": "center", "fontsize": TEXT_PT, "bbox": box}
+    for rank, (x, y) in at.items():
+        words = ", ".join(map(str, mesh.coordinates(rank).values()))
+        axes.text(x, y, f"rank {rank}\n{words}", **look)
+    axes.set_xlim(-0.9, 3.9)
+    axes.set_ylim(-1.9, 0.8)
+    axes.set_axis_off()
+    return figure, f"{title}; twelve edges, twelve groups"
+
+
+def _corner(depth: int, down: int, right: int) -> tuple[float, float]:
+    """Return where a corner of the cube is drawn: the back face is smaller, up and to the right."""
+    size = 0.85 if depth else 1.0
+    return 1.0 * depth + 2.0 * size * right, 0.55 * depth - 1.6 * size * down
+
+
+def axis_dots(
     predicted: Mapping[str, float],
     counted: Mapping[str, float] | None = None,
     *,
     who: str = "A rank",
 ) -> tuple[Figure, str]:
-    """Draw the bytes that a rank sends per step along each axis, by formula and as counted."""
+    """Draw the bytes that a rank sends per step along each axis: by formula, and as counted.
+
+    The axis is logarithmic, because one axis can send a hundred times as much as another. An axis
+    of the mesh that sends nothing is left out.
+    """
     scale, unit = (1e9, "GB") if max(predicted.values()) > 1e8 else (KIB, "KiB")
-    most, *others = sorted(predicted, key=predicted.__getitem__, reverse=True)
+    names = [axis for axis, size in predicted.items() if size]
+    most, *others = sorted(names, key=predicted.__getitem__, reverse=True)
     size = (counted or predicted)[most] / scale
     title = f"{who} sends {size:,.0f} {unit} per step along {most}, "
     rest = " and ".join(f"{predicted[axis] / scale:.3g} along {axis}" for axis in others)
     title += rest if counted is None else f"{predicted[most] / scale:,.0f} by formula"
-    pairs = [
-        Pair(name=axis, predicted=one / scale, measured=counted[axis] / scale if counted else None)
-        for axis, one in predicted.items()
+    voices = {"by formula": (predicted, WHITE, 11.0)}
+    if counted is not None:
+        voices["counted"] = (counted, SERIES[0], 5.0)
+    look = {"color": SERIES[0], "linestyle": ""}
+    keys = [
+        Line2D([], [], marker="o", markersize=size, markerfacecolor=fill, label=name, **look)
+        for name, (_, fill, size) in voices.items()
     ]
-    figure = paired_bars(pairs, title, x_label=f"{unit} that a rank sends per step")
+    height, margins = 0.4 * len(names) + 0.2, Margins(left=0.7, right=0.8)
+    figure, (axes,) = page(title, [height], legend=keys, margins=margins)
+    plain(axes, x_label=f"{unit} that a rank sends per step, logarithmic axis")
+    powers_of_ten(axes, ("x",))
+    for sizes, fill, size in voices.values():
+        x = [sizes[axis] / scale for axis in names]
+        axes.plot(x, range(len(names)), "o", markersize=size, markerfacecolor=fill, **look)
+    for row, axis in enumerate(names):
+        at = (predicted[axis] / scale, row)
+        words = f"{predicted[axis] / scale:,.3g}" if at[0] < 1000 else f"{at[0]:,.0f}"
+        axes.annotate(words, at, xytext=(9, 0), textcoords="offset points", va="center",
+                      fontsize=SMALL_PT)  # fmt: skip
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    low, high = (find(predicted[axis] / scale for axis in names) for find in (min, max))
+    axes.set_xlim(low / 2, high * 2)
     return figure, title if counted is None else f"{title}; {rest}"
 
 
@@ -156,19 +222,34 @@ def order_bars(
     inside: Mesh,
     outside: Mesh,
 ) -> tuple[Figure, str]:
-    """Draw a step's milliseconds for each order of the axes: measured, communication by formula.
+    """Draw each order's milliseconds: communication by formula, beside it the measured step.
+
+    These are different times, so each has an axis of its own.
 
     inside, outside   the orders that the title compares: the same axis innermost, and outermost
     """
     axis = [*inside.sizes][-1]
     title = f"With {axis} innermost, a step takes {1e3 * measured[inside]:.0f} ms; "
     title += f"with {axis} outermost, {1e3 * measured[outside]:.0f} ms"
-    pairs = [
-        Pair(name=" ".join(mesh.sizes), predicted=1e3 * one, measured=1e3 * measured[mesh])
-        for mesh, one in predicted.items()
-    ]
-    note = "measured: the whole step; predicted: its communication; names: outermost axis first"
-    figure = paired_bars(pairs, title, x_label="ms per step", words="{:.0f}".format, note=note)
+    names = [" ".join(mesh.sizes) for mesh in predicted]
+    note = "names: outermost axis first"
+    figure, (left,) = page(title, [0.3 * len(names) + 0.1], note=note, margins=Margins(left=0.9))
+    x, y, wide, tall = left.get_position().bounds
+    left.set_position((x, y, 0.43 * wide, tall))
+    right = figure.add_axes((x + 0.52 * wide, y, 0.43 * wide, tall))
+    panels = {
+        "communication, by formula (ms)": (left, predicted, WHITE),
+        "whole step, measured (ms)": (right, measured, SERIES[0]),
+    }
+    for label, (axes, seconds, fill) in panels.items():
+        plain(axes, x_label=label)
+        sizes = [1e3 * seconds[mesh] for mesh in predicted]
+        bars = axes.barh(range(len(names)), sizes, 0.6, color=fill, edgecolor=SERIES[0])
+        axes.bar_label(bars, fmt="{:.0f}", padding=3, fontsize=SMALL_PT)
+        axes.set_xlim(0, 1.15 * max(sizes))
+        axes.set_yticks(range(len(names)), names if axes is left else [""] * len(names))
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
     return figure, f"{title}; real ranks, emulated links"
 
 
@@ -219,7 +300,8 @@ def best_by_tensor_degree(nodes: tuple[int, ...] = (2, 4, 8)) -> tuple[Figure, s
     best = {count: best_tokens(count) for count in nodes}
     inside, outside = GPUS_PER_NODE, 2 * GPUS_PER_NODE
     kept = [best[count][outside] / best[count][inside] for count in nodes]
-    title = f"Tensor groups of 16 keep {min(kept):.0%} to {max(kept):.0%} of the speed at tp = 8"
+    title = f"The fastest run with tp = 16 reaches {min(kept):.0%} to {max(kept):.0%} of the "
+    title += "fastest with tp = 8"
     curves = {
         f"{count} nodes": Voices(published=([*found], [*found.values()]))
         for count, found in best.items()
@@ -228,12 +310,14 @@ def best_by_tensor_degree(nodes: tuple[int, ...] = (2, 4, 8)) -> tuple[Figure, s
         [],
         curves,
         title,
-        x_label="tensor-parallel degree, the other ranks along dp and pp",
+        x_label="tensor-parallel degree",
         y_label="tokens/s per GPU",
         log_x=True,
+        note="a star: the fastest run of that degree; dp, pp, ZeRO stage and sequences per "
+        "micro-batch also differ between stars",
         source=PLAYBOOK,
     )
-    return figure, f"{title}: 16 ranks per group in place of 8"
+    return figure, f"{title}; dp, pp, ZeRO stage and micro-batch differ, too"
 
 
 def best_tokens(num_nodes: int) -> dict[int, float]:

@@ -12,12 +12,13 @@ from course_lib.mesh import Mesh
 from course_lib.mesh.explorer import CLUSTER, draw_mesh, mesh_alt, mesh_explorer, step_of
 from course_lib.mesh.pictures import (
     GPUS_PER_NODE,
-    axis_bars,
+    axis_dots,
     axis_traces,
     best_by_tensor_degree,
     best_tokens,
     groups_across_nodes,
     losses_by_data_axis,
+    mesh_cube,
     mesh_grid,
     named_by_axis,
     order_bars,
@@ -117,27 +118,56 @@ def test_the_title_of_a_grid_tells_which_groups_cross_nodes(mesh, ranks_per_node
     assert alt.startswith(f"{title}. Groups of rank 0: {groups}")
 
 
-def test_bars_are_in_kib_counted_beside_predicted():
-    figure, alt = axis_bars({"pp": 1024.0, "tp": 4096.0}, {"pp": 2048.0, "tp": 3072.0})
-    assert [patch.get_width() for patch in figure.axes[0].patches] == [2, 1, 3, 4]
+def dots(figure):
+    """The x of each marker of an axis, row by row."""
+    return [list(line.get_xdata()) for line in figure.axes[0].lines]
+
+
+def test_dots_are_in_kib_counted_on_predicted():
+    figure, alt = axis_dots({"pp": 1024.0, "tp": 4096.0}, {"pp": 2048.0, "tp": 3072.0})
+    assert dots(figure) == [[1, 4], [2, 3]]
+    assert figure.axes[0].get_xscale() == "log"
     assert title_of(figure) == "A rank sends 3 KiB per step along tp, 4 by formula"
     assert alt.startswith(title_of(figure))
 
 
-def test_the_title_of_large_bars_is_in_gb_the_largest_first():
-    figure, alt = axis_bars({"pp": 2.1e9, "dp": 1.26e9, "tp": 244e9}, who="One GPU")
+def test_the_title_of_large_dots_is_in_gb_the_largest_first():
+    figure, alt = axis_dots({"pp": 2.1e9, "dp": 1.26e9, "tp": 244e9}, who="One GPU")
     assert alt == "One GPU sends 244 GB per step along tp, 2.1 along pp and 1.26 along dp"
     assert title_of(figure) == alt
+
+
+def test_an_axis_that_sends_nothing_has_no_dot():
+    figure, _ = axis_dots({"pp": 0.0, "dp": 1024.0, "tp": 2048.0})
+    assert dots(figure) == [[1, 2]]
 
 
 def test_orders_are_in_ms_outermost_axis_first():
     outside = Mesh(tp=2, dp=2, pp=2)
     figure, alt = order_bars({CUBE: 0.25}, {CUBE: 0.5, outside: 2.0}, CUBE, outside)
-    (axes,) = figure.axes
-    assert [patch.get_width() for patch in axes.patches] == [500, 250]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["pp dp tp"]
+    formula, measured = figure.axes
+    assert [patch.get_width() for patch in formula.patches] == [250]
+    assert [patch.get_width() for patch in measured.patches] == [500]
+    assert [label.get_text() for label in formula.get_yticklabels()] == ["pp dp tp"]
     assert title_of(figure) == "With tp innermost, a step takes 500 ms; with tp outermost, 2000 ms"
     assert alt.startswith(title_of(figure))
+
+
+def test_every_edge_of_the_cube_is_a_group():
+    figure, alt = mesh_cube(CUBE)
+    axes = figure.axes[0]
+    corners = {text.get_position(): int(text.get_text().split()[1]) for text in axes.texts}
+    edges = axes.lines
+    found = [
+        [corners[point] for point in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+        for line in edges
+    ]
+    assert found == [group for axis in CUBE.sizes for group in CUBE.groups(axis)]
+    assert len({line.get_linestyle() for line in edges}) == 3
+    assert "ranks along tp differ by 1" in title_of(figure)
+    assert alt.startswith(title_of(figure))
+    with pytest.raises(MeshError, match=r"need three axes of 2 ranks; got Mesh\(dp=2\)"):
+        mesh_cube(Mesh(dp=2))
 
 
 def test_the_losses_are_told_with_the_axis_that_selects_sequences():
@@ -169,7 +199,7 @@ def test_published_runs_are_slower_with_tensor_groups_of_two_nodes():
         assert max(best, key=best.__getitem__) <= GPUS_PER_NODE
     assert best_tokens(2) == {1: 7290, 2: 7078, 4: 7290, 8: 6417, 16: 4456}
     figure, alt = best_by_tensor_degree()
-    assert "48% to 69% of the speed" in alt
+    assert "48% to 69% of the fastest" in alt
     assert any("Ultra-Scale Playbook" in text.get_text() for text in figure.texts)
 
 
