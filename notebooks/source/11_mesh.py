@@ -236,8 +236,8 @@ print(f"{sent['dp'] / 1e9:.1f}; tp sends {sent['tp'] / gathered:.2f} times as mu
 # After backward, each rank has gradients for its replica's tokens. The last stage's ranks also have
 # the replica's mean loss (float64); on other stages `loss` is None. Average the gradients in place,
 # and return the mean loss of all replicas on every rank. All replicas have equally many tokens.
-# `mesh` is a `RankMesh` with pp, dp and tp. Example with dp = 2: losses 2 and 4 become 3 everywhere;
-# gradients 10 and 20 become 15. Every trainer ends its step so. About 6 lines.
+# `mesh` is a `RankMesh` with pp, dp and tp. Example with dp = 2: losses 2 and 4 become 3 on all
+# ranks; gradients 10 and 20 become 15. Every trainer ends its step so. About 6 lines.
 #
 # <details><summary>Hint: it hangs, or fails on a rank without a loss</summary>
 # All ranks of a group must make the call. A rank without a loss can contribute 0.
