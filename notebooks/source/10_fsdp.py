@@ -1,14 +1,19 @@
 # %% [markdown]
 # # 10 FSDP: gather, use, free
 #
-# ZeRO's stage 3 shards all parameters, and gathers those of a module when it computes. *Fully
-# sharded data parallelism* (FSDP) gathers whole blocks, and overlaps the next block's gather with
-# this block's computation. **What does a rank hold, what does it send, and how much time does that
-# cost?**
+# ZeRO's stage 3 (lesson 09) shards all parameters, and gathers those of a module just before it
+# computes. That saves memory, but the simple version has two problems: every module is a message of
+# its own, and every rank waits for each message. *Fully sharded data parallelism* (FSDP) is the
+# same method made fast: it gathers a whole block in one message, and it sends the next block's
+# message while this block computes. **What does a rank hold, what does it send, and how much time
+# does that cost?**
 #
-# *After this lesson you can* shard a parameter on dim 0, gather a unit in hooks, and prefetch the
-# next; compute what a step holds and sends; shard inside nodes and replicate across nodes; explain
-# PyTorch's `fully_shard`.
+# *After this lesson you can*
+#
+# - shard a parameter on dim 0, gather a unit in hooks, and prefetch the next one;
+# - compute what a step holds and sends, also with two precisions;
+# - shard inside nodes and replicate across nodes;
+# - explain what PyTorch's `fully_shard` does, and read from a trace what it did not hide.
 #
 # **Prerequisites:** lessons 06 (overlap) and 09 (ZeRO, flat parameters); 03 for precisions.
 # **Time:** 65 minutes of reading, 105 of exercises (core: 1 to 3, 5; further: 4).
@@ -42,10 +47,15 @@ from course_lib.ranks import RankError, Ranks
 # %% [markdown]
 # ## 1 Units
 #
-# A unit is gathered before it computes, and freed afterwards. Each of its parameters is sharded
-# **on dim 0**: of $n$ rows, rank $r$ keeps rows $rm$ to $(r+1)m-1$, with $m=\lceil n/p\rceil$. All
-# shards of a unit are copied into one buffer, gathered in **one** collective, and copied out to
-# whole parameters.
+# The first problem is the number of messages. FSDP therefore works on *units*: a unit is gathered
+# before it computes, and freed afterwards. A transformer block is the usual unit.
+#
+# Each parameter of a unit is sharded **on dim 0**: of $n$ rows, rank $r$ keeps rows $rm$ to
+# $(r+1)m-1$, with $m=\lceil n/p\rceil$. With 10 rows on 4 ranks, the ranks keep 3, 3, 3 and 1 rows.
+# To gather a unit, each rank copies its shards of all parameters into one buffer, and all buffers
+# are gathered in **one** collective. The result is ordered by rank: first everything from rank 0,
+# then everything from rank 1. The rows of one parameter are therefore not next to each other, and
+# they have to be copied out to whole parameters.
 #
 # | who | what is split | a shard contains |
 # |---|---|---|
@@ -54,13 +64,15 @@ from course_lib.ranks import RankError, Ranks
 # | DeepSpeed's stage 3 | each parameter, flattened | numbers of one parameter |
 #
 # Why did FSDP2 give up flat parameters (lesson 09)? A flat parameter is one 1-D tensor with one
-# dtype. If each parameter has its own shard, `.grad` keeps its number of dimensions, a unit can
-# contain frozen parameters of another dtype, and a checkpoint needs no flat layout. The price:
-# each gather copies twice, and a parameter has up to $p-1$ rows of padding.
+# dtype, in which the parameters of a unit have lost their shapes. If each parameter has its own
+# shard, `.grad` keeps its number of dimensions, a unit can contain frozen parameters of another
+# dtype, and a checkpoint needs no flat layout. The price is that each gather copies twice, into the
+# buffer and out of it, and that a parameter has up to $p-1$ rows of padding.
 #
-# A rank holds its shards, one whole block, and the root, which stays whole from forward to
-# backward. While a unit (also the root) is copied out of the buffer, the rank holds it twice. How
-# large is the peak for GPT-2 in fp32 on 4 ranks?
+# How much memory does that need? A rank always holds its shards. It holds one whole block at a
+# time, and the whole root: the root's embedding and head compute at both ends of the model, so it
+# stays whole from forward to backward. While a unit (also the root) is copied out of the buffer,
+# the rank holds it twice. How large is the peak for GPT-2 in fp32 on 4 ranks?
 
 # %% tags=["predict"]
 with torch.device("meta"):  # shapes without memory
@@ -76,8 +88,12 @@ guess_peak = predict("bytes of parameters on a rank at the peak", unit="MB")
 reveal(guess_peak, cost.peak_param_bytes(cost.UnitSizes(numels=(root, *[block] * 12), p=4)) / 1e6)
 
 # %% [markdown]
-# Now real ranks train a small GPT of four blocks. `lab.one_step` measures the storages after each
-# change; `cost.fsdp_ledger` predicts them.
+# The peak is far above a quarter of the model. GPT-2 has a large vocabulary for its size, so its
+# root is as large as several blocks, and it is there twice while it is copied out. In larger
+# models, the blocks dominate.
+#
+# Now real ranks train a small GPT of four blocks. `lab.one_step` measures the memory of all
+# parameters after each gather and each free; `cost.fsdp_ledger` predicts it.
 
 # %%
 four, spec = Ranks(4), replace(MODELS["tiny"], num_layers=4)
@@ -93,13 +109,17 @@ ledger, calls, sizes = four.run(lab.one_step, spec, BATCH)[0]
 show(*pictures.params_over_step(cost.fsdp_ledger(sizes), ledger))
 
 # %% [markdown]
+# Each tooth of this sawtooth is a gathered block.
+#
 # ### Exercise 1 (core): shard and gather a parameter
 #
-# Shard a parameter as above; `torch.chunk` splits in the same way. `shard` is an `nn.Parameter`
-# with its own memory and the parameter's `requires_grad`; on a rank without rows its shape is
-# `[0, ...]`. `gather()` returns the whole parameter as a new, contiguous tensor without a graph,
-# with the shards' current values. Keep only `shard`. Budget: one all-gather of equal messages.
-# No parameter is a scalar. About 9 lines, 20 minutes.
+# *Difficulty 2 of 5, importance 5 of 5, about 20 minutes.*
+#
+# Shard a parameter on dim 0, as `torch.chunk` splits it. `shard` is an `nn.Parameter` with memory
+# of its own and the parameter's `requires_grad`; on a rank without rows its shape is `[0, ...]`.
+# `gather()` returns the whole parameter as a new, contiguous tensor without a graph. Keep only
+# `shard`. Example: `[10, 4]` on 4 ranks gives shards of 3, 3, 3 and 1 rows. This is what
+# `fully_shard` does to every parameter. Budget: one all-gather of equal messages. About 9 lines.
 #
 # <details><summary>Hint: ranks have different numbers of rows</summary>
 # Copy this rank's rows into a zeroed buffer of $m$ rows. After the gather, drop the padding.
@@ -140,19 +160,25 @@ check("fsdp-1", ShardedParam)
 #
 # ## 2 Backward
 #
-# When backward reaches a block, its parameters have been freed. So a hook on the block's *output*
-# gathers them as soon as the gradient of that output is known. Then the gradients of the block's
-# parameters arrive one by one. After the last one, all are copied into a buffer $[p,k]$. Line $r$
-# holds the $k$ numbers for rank $r$: its rows of each gradient, padded with zeros. **One
-# reduce-scatter** sums the buffers, and gives rank $r$ line $r$ of the sum.
+# Forward is now clear: gather, compute, free. But backward needs the parameters again, and nobody
+# calls our code when backward reaches a block. Autograd does: a hook on the block's *output* runs
+# as soon as the gradient of this output is known. That is exactly the moment at which backward is
+# about to enter the block, so the hook gathers its parameters.
+#
+# Then the gradients of the block's parameters arrive one by one. After the last one, all of them
+# are copied into a buffer $[p,k]$. Line $r$ holds the $k$ numbers for rank $r$: its rows of each
+# gradient, padded with zeros. **One reduce-scatter** sums the buffers of all ranks, and gives rank
+# $r$ line $r$ of the sum. Divided by $p$, these are the gradients of its shards.
 #
 # ### Exercise 2 (core): the hooks of a unit
+#
+# *Difficulty 4 of 5, importance 5 of 5, about 25 minutes.*
 #
 # `unit` has `params` (whole while gathered), their `shards`, `gather()` and `free()`.
 # `unit.pack(tensors)` makes the buffer; `unit.unpack(line)` splits a line into tensors of the
 # shards' shapes. Backward adds the mean over the ranks to each shard's `.grad`, and leaves nothing
-# whole: no buffer, no `param.grad`. Budget: a gather and a free in forward; a gather, a
-# reduce-scatter and a free in backward. About 16 lines, 25 minutes.
+# whole, also no `param.grad`. Example on 2 ranks: gradients 2 and 4 of one number give 3. Budget: a
+# gather and a free in forward; a gather, a reduce-scatter and a free in backward. About 16 lines.
 #
 # <details><summary>Hint: a hook on a tensor</summary>
 # <code>output.register_hook(f)</code> calls <code>f(grad)</code>; <code>f</code> should return
@@ -210,8 +236,9 @@ check("fsdp-2", Hooks)
 
 # %% [markdown]
 # The course's `FSDP(module)` does this for every member of a `ModuleList`, and for the root. Its
-# `parameters()` are the shards, which any elementwise optimizer can update. Does it train the same
-# weights as one process?
+# `parameters()` are the shards. An optimizer that updates each number by itself, such as SGD or
+# Adam, can update shards as if they were whole parameters. The proof is again that the ranks train
+# the same weights as one process.
 
 
 # %% tags=["check"]
@@ -240,16 +267,17 @@ for p, ranks in {2: pair, 4: four}.items():
 #
 # ## 3 To free or not to free
 #
-# With `reshard_after_forward=False`, a block stays gathered until its backward. Plain data
-# parallelism (DP) all-reduces its gradients; a ring all-reduce is a reduce-scatter and an
-# all-gather. In fp32, how many times the bytes of plain DP does FSDP send if it frees blocks after
-# forward? How many times if it keeps them?
+# Gathering twice costs bytes. The alternative is `reshard_after_forward=False`: a block stays whole
+# from its forward to its backward, and is gathered only once. Then a rank holds all blocks at the
+# end of forward.
+#
+# We compare both with plain data parallelism (DP), which all-reduces the gradients. Recall from
+# lesson 04 that a ring all-reduce is a reduce-scatter followed by an all-gather. In fp32, how many
+# times the bytes of plain DP does FSDP send if it frees blocks after forward?
 
 # %% tags=["predict"]
 guess_free = predict("freed after forward: bytes sent, as a multiple of plain DP's (like 4/3)")
 ### GUESS guess_free.commit("3/2")
-guess_keep = predict("kept until backward: bytes sent, as a multiple of plain DP's")
-### GUESS guess_keep.commit(1)
 
 # %% tags=["picture"]
 sent, held, ddp = {}, {}, 2 * 3 / 4 * sum(map(sizes.grad_bytes, range(5)))
@@ -260,22 +288,31 @@ for name, frees in {"freed": True, "kept": False}.items():
     sent[name] = [sent_bytes(found, 4) / ddp for found in (paper, calls, theirs)]
     print(f"{name}:", "formula {:.3f}, ours {:.3f}, PyTorch's {:.3f} of DP".format(*sent[name]))
 reveal(guess_free, sent["freed"][1])
-reveal(guess_keep, sent["kept"][1])
 show(*pictures.freed_beside_kept(held, sent["freed"][1]))
 
 # %% [markdown]
-# If all parameters were in blocks, the ratio would be 1.5. But the root is gathered only once,
-# because it is used last in forward and first in backward.
+# For a unit of $S$ bytes, each of the three collectives sends $\frac{p-1}{p}S$ per rank. So
+#
+# $$ \frac{\text{FSDP that frees}}{\text{DP}}
+# = \frac{\text{gather} + \text{gather} + \text{reduce-scatter}}
+# {\text{reduce-scatter} + \text{gather}} = \frac{3}{2} . $$
+#
+# If blocks are kept, one gather disappears and the ratio is 1. The measured ratio is a little below
+# 1.5, because the root is gathered only once: it is used last in forward and first in backward.
 #
 # **In one precision, with one micro-batch and without padding, FSDP that frees blocks after forward
 # sends up to 1.5 times as much as plain DP. In return, no rank holds all blocks at once.**
 #
 # ## 4 Which gather is launched when
 #
-# Five layers sleep instead of computing (lesson 06). On this emulated link, a gather takes about as
-# long as a layer's forward; backward takes twice as long. *On demand*, a gather is launched only
-# when its unit is needed. With *prefetch*, the next gather is launched before this layer computes.
-# How long is a step then?
+# Now the second problem: waiting. In the simplest version, a gather is launched *on demand*, when
+# its unit is needed, and the rank waits until it is complete. With *prefetch*, the next unit's
+# gather is launched before this unit computes. Both then run at the same time, and the next unit is
+# there when it is needed.
+#
+# To see the effect alone, five layers sleep instead of computing (lesson 06). On this emulated
+# link, a gather takes about as long as a layer's forward, and backward takes twice as long as
+# forward. How long is a step with prefetch?
 
 # %%
 from course_lib.core.chrome_trace import trace_of_events
@@ -309,15 +346,21 @@ for kind, start_s, seconds in trace_reading.exposed_transfers(trace, 0)[:3]:
 # %% [markdown]
 # (In the measured rows, F and B include waiting.)
 #
+# The predicted times can be checked by hand. On demand, each of five layers waits for two gathers
+# and a reduce-scatter: the step is the computation plus 15 transfers. With prefetch, only three
+# transfers are fully exposed: the first gather of forward and the first gather of backward, because
+# nothing computes before them, and the last reduce-scatter, because nothing computes after it.
+#
 # ### Exercise 3 (core): the asynchronous prefetch
 #
-# The methods `before_...` and `after_...` are called before and after unit $i$ computes. Units are
-# numbered from 0, and there is no root. `unit.allocate()` returns memory for the whole unit,
-# `unit.shard` is the tensor to send, `unit.free()` frees the memory. When a unit computes, it is
-# whole, and the gather of the next unit of this pass is launched, but **not** waited for. Do not
-# gather a unit that is allocated. If forward frees, at most two units are allocated at a time. Free
-# a unit after its backward, and after its forward if `reshard_after_forward`. `use` and `free` are
-# your own helpers. About 13 lines, 25 minutes.
+# *Difficulty 4 of 5, importance 5 of 5, about 25 minutes.*
+#
+# The methods run before and after unit $i$ computes (from 0, no root). `unit.allocate()` returns
+# memory for the whole unit, `unit.shard` is sent, `unit.free()` frees. When a unit computes, it is
+# whole, and the next unit of this pass is launched but **not** waited for: with 3 units, backward
+# of unit 2 launches 1. Never gather an allocated unit. Free a unit after its backward, and after
+# forward if `reshard_after_forward`; then at most two are allocated. `use` and `free` are your own
+# helpers. About 13 lines.
 #
 # <details><summary>Hint: a call that does not wait</summary>
 # <code>work = dist.all_gather_single(whole, shard, async_op=True)</code>, and later
@@ -378,9 +421,10 @@ class Prefetch:
 check("fsdp-3", Prefetch)
 
 # %% [markdown]
-# The explorer predicts a step of 8 billion parameters on 8 GPUs. They gather in bf16, keep and
-# reduce in fp32, and compute 2,048 tokens each, at an assumed 400 TFLOP/s. Larger units need fewer
-# messages but more memory. Over which links can prefetch not hide the gathers?
+# Prefetch works only if the transfers fit beside the computation. The explorer predicts a step of 8
+# billion parameters on 8 GPUs. They gather in bf16, keep and reduce in fp32, and compute 2,048
+# tokens each, at an assumed 400 TFLOP/s. Larger units need fewer messages but more memory. Over
+# which links can prefetch not hide the gathers?
 
 # %% tags=["picture"]
 explorer.fsdp_explorer()
@@ -390,21 +434,26 @@ explorer.fsdp_explorer()
 # computation together take no longer than this computation, at most the first gather of each pass
 # and the last reduce-scatter are exposed.**
 #
-# *A good place for a break.*
+# *This is a good place for a break.*
 #
 # ## 5 Two precisions
 #
-# The optimizer updates parameters in fp32: in bf16, small updates can be lost (lesson 03). But
-# parameters can be gathered and used in bf16, which halves the bytes. Gradients are *added up* over
-# ranks, and in bf16 each addition rounds to 8 significant bits. `MixedPrecisionPolicy` therefore
-# has `param_dtype` for gathers and computation, `reduce_dtype` for these sums, and `output_dtype`
-# for the model's output. Shards keep their own dtype.
+# Where a link is too slow for prefetch, the next remedy is to send fewer bytes. Not every number
+# needs 4 bytes:
 #
-# If FSDP frees blocks after forward, it gathers their parameters twice and reduce-scatters their
-# gradients once. An all-reduce sends as much as two of these collectives. With $b_g$ bytes per
-# gathered number, $b_r$ per reduced number, and $b_d$ per number that DDP all-reduces, FSDP sends
-# at most $(2b_g+b_r)/(2b_d)$ times as much as DDP (unpadded). What is this ratio for bf16 gathers,
-# fp32 reduction, and DDP in bf16?
+# - The optimizer updates parameters in fp32, because in bf16 small updates can be lost (lesson 03).
+#   So the shards stay in fp32.
+# - Parameters can be gathered and used in bf16. This halves the bytes of each gather.
+# - Gradients are *added up* over ranks. In bf16, each addition rounds to 8 significant bits, so
+#   these sums are often reduced in fp32.
+#
+# PyTorch's `MixedPrecisionPolicy` therefore has three dtypes: `param_dtype` for gathers and
+# computation, `reduce_dtype` for the sums of gradients, and `output_dtype` for the model's output.
+#
+# What does that do to the ratio of section 3? FSDP that frees sends two gathers of $b_g$ bytes per
+# number and one reduce-scatter of $b_r$ bytes per number. DDP sends two such collectives of $b_d$
+# bytes per number. So the ratio is at most $(2b_g+b_r)/(2b_d)$ (without padding). What is it for
+# bf16 gathers, fp32 reduction, and DDP in bf16?
 
 # %% tags=["predict"]
 guess_bf16 = predict("bytes that FSDP sends, divided by those of DDP in bf16")
@@ -418,7 +467,11 @@ for gathered, reduced in ((4, 4), (2, 4), (2, 2)):
 reveal(guess_bf16, cost.times_plain_dp(2, 4, 2))
 
 # %% [markdown]
-# How large is the error of a gradient that is computed and reduced in bf16? Does the loss show it?
+# The same FSDP sends as much as DDP in fp32, and twice as much as DDP in bf16. A ratio says nothing
+# without the precisions of both sides.
+#
+# Is the cheaper reduction in bf16 good enough? We measure the error of a gradient that is computed
+# and reduced in bf16, and look at whether the loss shows it.
 
 # %% tags=["picture", "measured"]
 compute = partial(four.run, beside.in_precision, spec, BATCH)
@@ -433,24 +486,30 @@ claim("computing in bf16 adds most", off["bf16, reduced in fp32"] > off["fp32, r
 show(*pictures.losses_beside_fp32(losses))
 
 # %% [markdown]
-# In this run on 4 ranks, most of the error comes from computing in bf16. But the relative error of
-# a bf16 sum grows with the number of ranks, on a ring about like its square root. Llama 3 reduced
-# gradients in fp32 to ensure convergence (Grattafiori et al. 2024, section 3.3.2).
+# In this run on 4 ranks, most of the error comes from computing in bf16, and the loss curves hardly
+# differ. But the partial sum is rounded again on each rank of the ring, so the relative error of a
+# bf16 sum grows with the number of ranks, about like its square root. Llama 3 reduced gradients in
+# fp32 to ensure convergence (Grattafiori et al. 2024, section 3.3.2).
 #
 # **Compute in bf16, keep parameters in fp32, and reduce in fp32 when many ranks are in the sum.**
 #
 # ## 6 Hybrid sharding
 #
-# Links are faster inside a node than between nodes. **Hybrid sharding** (HSDP; Zhao et al. 2023,
-# section 3.2.2) uses a mesh *replicate × shard*: the $s$ ranks of a node shard the model, and each
-# of the $R=p/s$ nodes has a full copy. Gathers stay inside a node. A gradient is reduce-scattered
-# inside the node; its shards of $S/s$ bytes are all-reduced across nodes. A rank keeps $1/s$ of the
-# model, not $1/p$.
+# Another remedy is to send the bytes over better links. Links are faster inside a node than between
+# nodes (lesson 04), and so far all $p$ ranks gather from each other, wherever they are. **Hybrid
+# sharding** (HSDP; Zhao et al. 2023, section 3.2.2) uses a mesh *replicate × shard*: the $s$ ranks
+# of a node shard the model among themselves, and each of the $R=p/s$ nodes has a full copy.
 #
-# If all $p$ ranks shard, they form one ring here, as slow as its slowest link: per unit, each rank
-# sends $3\frac{p-1}{p}S$ bytes in two gathers and a reduce-scatter. With hybrid sharding, it sends
-# only $2\frac{R-1}{R}\frac{S}{s}$ across nodes. On 2 nodes of 2 ranks with one adapter each, if
-# layers take no time, what is, by formula, a fully sharded step's time divided by a hybrid step's?
+# Gathers then stay inside a node. A gradient takes two steps: it is reduce-scattered inside the
+# node, and the resulting shards of $S/s$ bytes are all-reduced across nodes. The price is memory: a
+# rank keeps $1/s$ of the model, not $1/p$.
+#
+# How many bytes cross the slow link? If all $p$ ranks shard, they form one ring here, as slow as
+# its slowest link, and each rank sends $3\frac{p-1}{p}S$ bytes per unit in two gathers and a
+# reduce-scatter. With hybrid sharding, only the all-reduce of the shards crosses: a rank sends
+# $2\frac{R-1}{R}\frac{S}{s}$ bytes. We take 2 nodes of 2 ranks, with one network adapter each, and
+# layers that take no time. What is, by formula, the time of a fully sharded step divided by that of
+# a hybrid step?
 
 # %% tags=["predict"]
 fast = Link(name="fast Ethernet", latency_s=1e-3, bytes_per_s=40e6)
@@ -474,8 +533,8 @@ claim("hybrid is faster", real["hybrid 2 x 2"].step_s < real["sharded over 4"].s
 show(*pictures.hybrid_steps(plan, two_nodes, real))
 
 # %% [markdown]
-# Our nodes have one network adapter. A node of eight H100 has eight, and NCCL makes a ring through
-# each of them: what does hybrid sharding gain there?
+# This is a large gain, but our nodes have only one network adapter each. A node of eight H100 has
+# eight, and NCCL makes a ring through each of them. What does hybrid sharding gain there?
 
 # %%
 from course_lib.cost.hardware import H100, nodes_of
@@ -492,17 +551,20 @@ for num_nodes, adapters in ((2, 1), (2, 8), (64, 8)):
     print(f"{words}: sharded over all takes {times[0] / times[1]:.1f} times as long as hybrid")
 
 # %% [markdown]
-# With an adapter per GPU, the fully sharded ring is nearly as fast as NVLink. What hybrid sharding
-# saves then is steps of the ring: over 512 ranks it has 511, each with a latency.
-
-# %% [markdown]
+# With an adapter per GPU, eight rings together carry nearly as many bytes per second as NVLink, so
+# on two nodes hybrid sharding gains little. What it saves on many nodes is steps of the ring: over
+# 512 ranks a ring has 511 steps, and each of them costs a latency.
+#
 # ### Exercise 4 (further): the groups of hybrid sharding
 #
+# *Difficulty 3 of 5, importance 3 of 5, about 20 minutes.*
+#
 # `shard_size` consecutive ranks are a node. Make `shard_group`, the ranks of this rank's node, and
-# `replicate_group`, the ranks at this rank's position in every node. `reduce(grad)` takes this
-# rank's whole gradient (1-D; `shard_size` divides its length), and returns this rank's shard of the
-# mean over *all* ranks. Budget: a reduce-scatter inside the node, an all-reduce of the shard across
-# nodes. About 10 lines, 20 minutes.
+# `replicate_group`, the ranks at this rank's position in every node. With 4 ranks and `shard_size`
+# 2, rank 1 has the groups 0, 1 and 1, 3. `reduce(grad)` takes this rank's whole gradient (1-D;
+# `shard_size` divides its length), and returns this rank's shard of the mean over *all* ranks. This
+# is HSDP's backward. Budget: a reduce-scatter inside the node, an all-reduce of the shard across
+# nodes. About 10 lines.
 #
 # <details><summary>Hint: if it hangs</summary>
 # All ranks must call <code>dist.new_group(ranks)</code> for every group, in the same order, members
@@ -541,35 +603,34 @@ class Hybrid:
 check("fsdp-4", Hybrid)
 
 # %% [markdown]
-# **Shard over fast links and replicate over slow links: only shards of gradients cross slow
-# links.**
+# **Shard over fast links and replicate over slow links: only shards of gradients cross slow links.
+# How much that gains depends on the number of adapters and nodes.**
 #
 # ## 7 Micro-batches
 #
-# In a step of several micro-batches, every backward can reduce its gradients. Or only the last
-# backward reduces; before it, in `no_sync()`, each rank adds up whole gradients. With 4
-# micro-batches on 4 ranks, how many times as many bytes are sent if every backward reduces?
-
-# %% tags=["predict"]
-guess_sync = predict("bytes if every backward reduces, divided by those if only the last does")
-### GUESS guess_sync.commit(2)
+# All counts so far were for one micro-batch. In a step of several micro-batches, there are two ways
+# to handle the gradients. Every backward can reduce them, and the shards add up. Or only the last
+# backward reduces; before it, in `no_sync()`, each rank adds up *whole* gradients. DDP would send a
+# quarter of the bytes in the second way, with 4 micro-batches. FSDP saves less, because it gathers
+# its blocks in every micro-batch in both ways.
 
 # %% tags=["picture"]
 every, last = (four.run(lab.one_step, spec, BATCH, 4, sync)[0] for sync in (True, False))
 times = sent_bytes(every[1], 4) / sent_bytes(last[1], 4)
-reveal(guess_sync, times)
+print(f"every backward reduces: {times:.2f} times the bytes of reducing once")
 show(*pictures.every_backward_or_the_last(every[0], last[0], times))
 
 # %% [markdown]
-# Blocks are gathered in every micro-batch in both cases, so `no_sync()` saves a smaller share of
-# the bytes than in DDP. It keeps whole gradients ($4N$ bytes in fp32) instead of shards.
+# The second way sends fewer bytes, but it keeps whole gradients ($4N$ bytes in fp32) instead of
+# shards. For a model that needs FSDP at all, that is often too much.
 #
 # **When FSDP accumulates gradients, `no_sync()` sends fewer bytes but needs more memory.**
 #
 # ## 8 All ranks call
 #
-# Clipping and a full state dict need all shards, so *every rank* must call `clip_grad_norm_` and
-# `full_state_dict`.
+# FSDP hides many collectives in ordinary code, and all of them need every rank. Clipping and a full
+# state dict need all shards, so *every rank* must call `clip_grad_norm_` and `full_state_dict`,
+# even if only one rank prints the result. A forward gathers, so every rank must run the same units.
 #
 # **Break it.** Some models skip blocks at random (stochastic depth). If each rank draws its own
 # random numbers, ranks skip different blocks. Let only rank 1 skip block 1. What happens?
@@ -600,23 +661,20 @@ except RankError:
     raise
 
 # %% [markdown]
-# All blocks have the same size. So rank 1's gather of block 2 fits rank 0's gather of block 1, and
-# both ranks would compute with rows of both blocks. Our ranks compare their calls, and FSDP names
-# the unit in each call, so the error comes at once. By default, NCCL compares nothing: the run can
-# hang or compute wrong numbers. Draw the same random numbers on all ranks, or run every unit on
-# every rank.
+# Why is this dangerous? All blocks have the same size. So rank 1's gather of block 2 fits rank 0's
+# gather of block 1, and both ranks would compute with rows of both blocks. Here, ranks compare
+# their calls, and FSDP names the unit in each call, so the error comes at once. By default, NCCL
+# compares nothing: the run can hang or compute wrong numbers. Draw the same random numbers on all
+# ranks, or run every unit on every rank.
 #
 # **All ranks must gather the same units in the same order.**
 #
 # ## 9 The real thing
 #
-# We compare our FSDP with PyTorch's `fully_shard` and, where installed, Accelerate, Lightning and
-# DeepSpeed's stage 3. Without sharding, fp32 parameters and Adam's moments take 12 bytes per
-# parameter between steps. How many bytes per parameter does each of 2 ranks keep?
-
-# %% tags=["predict"]
-guess_kept = predict("bytes per parameter that each of 2 ranks keeps between steps")
-### GUESS guess_kept.commit(8)
+# Does all this hold for the engines that people use? We compare our FSDP with PyTorch's
+# `fully_shard` and, where installed, Accelerate, Lightning and DeepSpeed's stage 3. Each trains the
+# same model on 2 ranks. Without sharding, fp32 parameters and Adam's two moments take 12 bytes per
+# parameter between steps; sharded over 2 ranks, each should keep 6.
 
 # %% tags=["measured"]
 results = {}
@@ -629,23 +687,27 @@ for name, one in results.items():
     off = (one.weights - results["ours"].weights).abs().max().item()
     words = f"weights within {off:.0e} of ours, {one.step_ms:.0f} ms per step, {one.calls} calls"
     print(f"{name:10} {words}; keeps {one.kept:.2f} and sends {one.sent:.2f} bytes per parameter")
-reveal(guess_kept, results["ours"].kept)
 
 # %% [markdown]
-# `fully_shard` has our layout. Each shard is a `DTensor`, which records the whole shape and how it
-# is sharded. This helps to combine FSDP with tensor parallelism (lesson 11). (In the row *PyTorch*,
-# the root is also freed, so more bytes are sent.) Lesson 09 explains what else DeepSpeed keeps.
+# `fully_shard` uses the layout of section 1. Each shard is a `DTensor`, which records the whole
+# shape and how it is sharded. This helps to combine FSDP with tensor parallelism (lesson 11). (In
+# the row *PyTorch*, the root is also freed, so more bytes are sent.) Lesson 09 explains what else
+# DeepSpeed keeps.
 #
 # **The engines compute the same numbers up to rounding; they differ in what they keep and when they
 # communicate.**
 #
+# Whether an engine hides its communication on *your* machine, only a trace can tell.
+#
 # ### Exercise 5 (core): which transfers are exposed?
 #
+# *Difficulty 3 of 5, importance 4 of 5, about 15 minutes.*
+#
 # A *trace* (lesson 06, exercise 6) has times in µs. `computing(trace, pid)` returns the intervals
-# in which a rank computes, without waits. A transfer is a box whose `cat` is in
-# `COMMUNICATION_KINDS`; its part outside these intervals is *exposed*. For each transfer with at
-# least 1 µs exposed, return `(cat, box start, exposed)` in seconds, the most exposed first. Treat
-# overlapping transfers separately. About 7 lines, 15 minutes.
+# in which a rank computes. A transfer is a box whose `cat` is in `COMMUNICATION_KINDS`; its part
+# outside these intervals is *exposed*. For each transfer of this rank with at least 1 µs exposed,
+# return `(cat, box start, exposed)` in seconds, the most exposed first. Example: computing from 0
+# to 10 µs, a gather from 8 to 15: 5 µs are exposed. This finds what slows a step. About 7 lines.
 #
 # <details><summary>Hint: the overlap of two intervals</summary>
 # It goes from the later start to the earlier end; if that is negative, the overlap is 0.
@@ -677,24 +739,19 @@ check("fsdp-5", exposed_transfers)
 # %% [markdown]
 # ## 10 Two GPUs, and your machine
 #
-# Jin, Zhang and Huang (2023, a project at Case Western Reserve University) trained a
-# character-level GPT-2 on Shakespeare and a BERT on movie dialogues. Their abstract announces an
-# FSDP; their published code uses DDP. How many times as fast was the BERT on two GPUs?
-
-# %% tags=["predict"]
-for name, (millions, one_s, _) in beside.STUDY.items():
-    print(f"{name}, {millions} million parameters: {one_s} s per epoch on one GPU")
-guess_bert = predict("BERT: speed on two GPUs divided by speed on one")
-### GUESS guess_bert.commit(1.6)
+# What does all this gain in the end? Jin, Zhang and Huang (2023, a project at Case Western Reserve
+# University) trained a character-level GPT-2 on Shakespeare and a BERT on movie dialogues. Their
+# abstract announces an FSDP; their published code uses DDP. On two GPUs, each computes half of an
+# epoch, but neither model became twice as fast:
 
 # %%
-for name, (_, one_s, two_s) in beside.STUDY.items():
-    print(f"{name}: {one_s / two_s:.2f} times as fast")
-reveal(guess_bert, one_s / two_s)
+for name, (millions, one_s, two_s) in beside.STUDY.items():
+    print(f"{name}, {millions} million parameters: {one_s} s per epoch on one GPU, {two_s} on two")
+    print(f"    {one_s / two_s:.2f} times as fast")
 
 # %% [markdown]
-# Tiny versions of both show that two ranks reach the losses of one. (They may not become
-# faster.)
+# Two GPUs halve the computation, but they add communication. Tiny versions of both models show
+# that two ranks reach the losses of one. (On shared CPU cores, they may not become faster.)
 
 # %% tags=["picture", "measured"]
 losses = {}
@@ -705,15 +762,16 @@ for name in beside.TASKS:
 show(*pictures.losses_on_two_ranks(losses))
 
 # %% [markdown]
-# In three series of published FSDP runs, the tokens per GPU and step are fixed. In the fourth,
-# plain DP divides 256 sequences of 4,096 tokens among its GPUs.
+# And on many GPUs? In three series of published FSDP runs, the tokens per GPU and step are fixed,
+# so the batch grows with the number of GPUs. In the fourth, plain DP divides a fixed batch of 256
+# sequences of 4,096 tokens among its GPUs.
 
 # %% tags=["picture"]
 show(*pictures.fsdp_at_scale())
 
 # %% [markdown]
-# The fourth loses most. One reason: fewer tokens per GPU mean less computation per message of the
-# same size.
+# The fourth loses most. One reason: fewer tokens per GPU mean less computation beside messages of
+# the same size, so less of the communication can be hidden.
 #
 # On your GPUs, this command trains a GPT of the study's size. Compare it with `--ranks 1`:
 #
@@ -727,8 +785,11 @@ show(*pictures.fsdp_at_scale())
 #
 # ## What to keep
 #
-# - With one micro-batch and precision, unpadded, freeing sends up to 1.5 times DP's bytes.
+# - A rank holds its shards always, and a whole block only around its computation.
+# - In one precision, with one micro-batch and without padding, freeing blocks after forward sends
+#   up to 1.5 times DP's bytes.
 # - Prefetch can hide a gather that takes no longer than the computation beside it.
+# - All ranks must gather the same units in the same order.
 #
 # **Read on**
 #
