@@ -8,6 +8,7 @@ has a color and a letter; on more, only the group of rank 0 along each axis is c
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from string import ascii_lowercase
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -141,8 +142,8 @@ def mesh_cube(mesh: Mesh) -> tuple[Figure, str]:
     names = [*mesh.sizes]
     title = "Each edge of the cube is a process group: "
     title += ", ".join(f"ranks along {axis} differ by {mesh.stride(axis)}" for axis in names[::-1])
-    looks = zip(SERIES[:3], (":", "--", "-"), strict=True)
-    styles = dict(zip(names, looks, strict=True))
+    lines: tuple[Any, ...] = (":", "--", "-")
+    styles = dict(zip(names, zip(SERIES[:3], lines, strict=True), strict=True))
     keys = [
         Line2D([], [], color=color, linestyle=line, lw=2.4, label=f"{axis}: 4 groups of 2")
         for axis, (color, line) in styles.items()
@@ -152,10 +153,10 @@ def mesh_cube(mesh: Mesh) -> tuple[Figure, str]:
     at = {rank: _corner(*mesh.coordinates(rank).values()) for rank in range(8)}
     for axis, (color, line) in styles.items():
         for one, other in mesh.groups(axis):
-            x, y = zip(at[one], at[other], strict=True)
-            axes.plot(x, y, color=color, linestyle=line, lw=2.4)
+            ends = zip(at[one], at[other], strict=True)
+            axes.plot(*ends, color=color, linestyle=line, lw=2.4)
     box = {"boxstyle": "round", "facecolor": WHITE, "edgecolor": QUIET}
-    look = {"ha": "center", "va": "center", "fontsize": TEXT_PT, "bbox": box}
+    look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": TEXT_PT, "bbox": box}
     for rank, (x, y) in at.items():
         words = ", ".join(map(str, mesh.coordinates(rank).values()))
         axes.text(x, y, f"rank {rank}\n{words}", **look)
@@ -192,27 +193,26 @@ def axis_dots(
     voices = {"by formula": (predicted, WHITE, 11.0)}
     if counted is not None:
         voices["counted"] = (counted, SERIES[0], 5.0)
-    look = {"color": SERIES[0], "linestyle": ""}
+    look: dict[str, Any] = {"color": SERIES[0], "linestyle": ""}
     keys = [
-        Line2D([], [], marker="o", markersize=size, markerfacecolor=fill, label=name, **look)
-        for name, (_, fill, size) in voices.items()
+        Line2D([], [], marker="o", markersize=wide, markerfacecolor=fill, label=name, **look)
+        for name, (_, fill, wide) in voices.items()
     ]
     height, margins = 0.4 * len(names) + 0.2, Margins(left=0.7, right=0.8)
     figure, (axes,) = page(title, [height], legend=keys, margins=margins)
     plain(axes, x_label=f"{unit} that a rank sends per step, logarithmic axis")
     powers_of_ten(axes, ("x",))
-    for sizes, fill, size in voices.values():
+    for sizes, fill, wide in voices.values():
         x = [sizes[axis] / scale for axis in names]
-        axes.plot(x, range(len(names)), "o", markersize=size, markerfacecolor=fill, **look)
+        axes.plot(x, range(len(names)), "o", markersize=wide, markerfacecolor=fill, **look)
     for row, axis in enumerate(names):
         at = (predicted[axis] / scale, row)
-        words = f"{predicted[axis] / scale:,.3g}" if at[0] < 1000 else f"{at[0]:,.0f}"
+        words = f"{at[0]:.3g}" if at[0] < 1000 else f"{at[0]:,.0f}"
         axes.annotate(words, at, xytext=(9, 0), textcoords="offset points", va="center",
                       fontsize=SMALL_PT)  # fmt: skip
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    low, high = (find(predicted[axis] / scale for axis in names) for find in (min, max))
-    axes.set_xlim(low / 2, high * 2)
+    axes.set_xlim(min(x) / 2, max(x) * 2)
     return figure, title if counted is None else f"{title}; {rest}"
 
 
