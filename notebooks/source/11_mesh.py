@@ -175,16 +175,15 @@ for axis, found in sums.items():
 # *its own* parameters, about $N/(pt)$ numbers: tp and pp make DDP's traffic smaller. In a ring of
 # $k$ ranks, each rank sends $2(k-1)/k$ times the bytes of the tensor (lesson 04).
 #
-# As an example we train Llama 2 70B on 64 GPUs, with 256 sequences of 4,096 tokens per step and
+# As an example we train Llama 3.1 70B on 64 GPUs, with 256 sequences of 4,096 tokens per step and
 # activations and gradients in bf16. This model cannot use data parallelism alone with DDP: with 16
 # bytes per parameter (lesson 01), one copy of its training state needs more than a node of eight 80
 # GB GPUs. So it has to be split; FSDP (lesson 10) would be the alternative. How many times as many
 # bytes does a rank send along tp as along dp?
 
 # %% tags=["predict"]
-from course_lib.mesh.cost import MeshStep, axis_sent_bytes
-
 from course_lib.cost.params import params_on_rank
+from course_lib.mesh.cost import MeshStep, axis_sent_bytes
 
 llama, big = MODELS["llama-70b"], Mesh(pp=2, dp=4, tp=8)
 sizes = {"batch": 256, "seq": 4096, "num_micro_batches": 64, "number_bytes": 2}
