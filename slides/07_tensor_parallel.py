@@ -1,17 +1,16 @@
 """The pictures of the deck 07_tensor_parallel, drawn by the functions that the notebook calls."""
 
-import torch
+from functools import partial
 
 from course_lib.core import MODELS, Parallelism
 from course_lib.core.records import Event
 from course_lib.display import Voices, compare, timelines
 from course_lib.memory import activations, params_on_rank
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.tensor_parallel.cost import h100_scaling
 from course_lib.tensor_parallel.explorer import by_degree
 from course_lib.tensor_parallel.pictures import (
+    f_and_g,
     h100_picture,
-    losses_apart,
     sequence_region,
     split_mlp,
     width_picture,
@@ -23,40 +22,9 @@ def mlp():
     return split_mlp(4)[0]
 
 
-class TwoParts(torch.nn.Module):
-    """An MLP computed in two parts, as two ranks would."""
-
-    def __init__(self, whole):
-        super().__init__()
-        self.whole = whole
-
-    def forward(self, x):
-        up, out = self.whole.up, self.whole.out
-        halves = zip(up.weight.chunk(2), up.bias.chunk(2), out.weight.chunk(2, dim=1), strict=True)
-        parts = [torch.nn.functional.gelu(x @ a.T + bias) @ b.T for a, bias, b in halves]
-        return sum(parts) + out.bias
-
-
-def losses(split, steps=100):
-    """The loss of a small GPT in each step."""
-    torch.manual_seed(0)
-    model, found = GPT(MODELS["tiny"]).double(), []
-    for block in model.blocks if split else ():
-        block.mlp = TwoParts(block.mlp)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    for n in range(steps):
-        inputs, targets = next_tokens(token_batch(n, batch=8, seq=16, vocab=256))
-        sgd.zero_grad()
-        loss = token_loss(model(inputs), targets)
-        loss.backward()
-        sgd.step()
-        found.append(loss.item())
-    return found
-
-
-def curves():
-    """The difference of the losses of one process and of one that adds up two parts."""
-    return losses_apart(losses(split=False), losses(split=True))[0]
+def passes():
+    """One rank's forward and backward pass through f and g."""
+    return f_and_g()[0]
 
 
 def memory():
@@ -67,11 +35,18 @@ def memory():
         one = Parallelism(tp=p, sequence_parallel=sequence_parallel)
         return sum(activations(spec, 1, 8192, parallelism=one).values()) / 2**30
 
-    params = [params_on_rank(spec, Parallelism(tp=p)) * 2 / 2**30 for p in degrees]
+    def params(p):
+        return params_on_rank(spec, Parallelism(tp=p)) * 2 / 2**30
+
+    def curve(amount):  # a + b/p, through the amounts on 1 rank and on 8
+        b = (amount(1) - amount(8)) * 8 / 7
+        assert all(abs(amount(1) - b + b / p - amount(p)) < 1e-3 for p in degrees)
+        return Voices(formula=lambda p: amount(1) - b + b / p)
+
     voices = {
-        "parameters, bf16": Voices(formula=params),
-        "activations": Voices(formula=[kept(p, False) for p in degrees]),
-        "activations, sequence parallel": Voices(formula=[kept(p, True) for p in degrees]),
+        "parameters, bf16": curve(params),
+        "activations": curve(partial(kept, sequence_parallel=False)),
+        "activations, sequence parallel": curve(partial(kept, sequence_parallel=True)),
     }
     title = f"{kept(1, False):.0f} GiB of activations become {kept(8, False):.0f} on 8 ranks, "
     title += f"and {kept(8, True):.0f} with the tokens split"
@@ -119,5 +94,5 @@ def batch():
 
 def pictures():
     """All pictures by the names the deck calls them."""
-    draws = (mlp, curves, memory, widths, overlap, published, batch, region)
+    draws = (mlp, passes, memory, widths, overlap, published, batch, region)
     return {draw.__name__: draw() for draw in draws}

@@ -74,7 +74,7 @@ def overlap_saves_s(backward_weight_s: float, all_reduce_s: float) -> float:
     return min(backward_weight_s, all_reduce_s)
 
 
-def break_even_hidden(p: int, flop_per_s: float, bytes_per_s: float, seq: int = 0) -> float:
+def break_even_hidden(p: float, flop_per_s: float, bytes_per_s: float, seq: int = 0) -> float:
     """Return the hidden size below which a layer communicates longer than it computes.
 
     A layer with an MLP of 4 * hidden computes 72 hidden² + 12 seq hidden FLOP per token, forward
@@ -117,7 +117,7 @@ def gathered_bytes(spec: ModelSpec, batch: int, seq: int, tp: int, number_bytes:
     return (2 * spec.num_layers + 1) * (input_bytes - input_bytes // tp)
 
 
-def kept_layer_bytes(spec: ModelSpec, batch: int, seq: int, p: int, whole: float) -> float:
+def kept_layer_bytes(spec: ModelSpec, batch: int, seq: int, p: float, whole: float) -> float:
     """Return the bytes that a layer of a GPT keeps for backward on each of p ranks.
 
     With dropout, and scores that are kept: sbh (whole + (34 - whole + 5as/h) / p) at 2 bytes a
@@ -192,19 +192,18 @@ def h100_scaling(seq: int = 4096) -> H100Scaling:
     )
 
 
-def megatron_widths() -> tuple[list[int], list[int]]:
-    """Return tensor-parallel degree and hidden size of four of NVIDIA's published H100 runs.
+def megatron_widths() -> dict[str, tuple[int, int]]:
+    """Return by model (TP degree, hidden size) of four of NVIDIA's published H100 runs.
 
     Those of its split models whose rows ship with the course; they reach 42 to 49 % of the peak.
 
     Source:  NVIDIA Megatron-LM, README of July 2024: weak scaling, 4096 tokens per sequence
     """
-    found = [
-        (int(row["tp"]), int(row["hidden"]))
+    return {
+        row["model"]: (int(row["tp"]), int(row["hidden"]))
         for row in rows("megatron_sc21")
         if row["table"] == "Megatron-Core H100 2024 weak scaling" and int(row["tp"]) > 1
-    ]
-    return [tp for tp, _ in found], [hidden for _, hidden in found]
+    }
 
 
 def _series(figure: str, name: str) -> dict[int, float]:

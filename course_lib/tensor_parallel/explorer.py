@@ -50,7 +50,7 @@ def by_degree(model: str, seq: int, adapters: int, degrees: Sequence[int] = DEGR
     """Draw the part of a step that computes, for one sequence and for one per rank."""
     one = [computing_percent(model, seq, adapters, p, 1) for p in degrees]
     more = [computing_percent(model, seq, adapters, p, p) for p in degrees]
-    curves = {"1 sequence": Voices(formula=one), "p sequences": Voices(formula=more)}
+    curves = {"1 sequence": Voices(simulation=one), "p sequences": Voices(simulation=more)}
     return compare(
         degrees,
         curves,
@@ -58,5 +58,6 @@ def by_degree(model: str, seq: int, adapters: int, degrees: Sequence[int] = DEGR
         x_label="ranks p, 8 per node",
         y_label="computing (% of the step)",
         log_x=True,
+        names={"simulation": "formula"},
         note="H100 at 35 % of its peak; a ring, latency 3 µs (NVLink 4), 5 µs (NDR); no overlap",
     )

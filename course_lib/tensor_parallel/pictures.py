@@ -6,7 +6,6 @@ another are partial sums: each rank has a tensor of the full shape. The pictures
 with their alt text. Notebook 07_tensor_parallel.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from course_lib.core.presets import MODELS
 from course_lib.core.specs import ModelSpec
 from course_lib.core.units import KIB
 from course_lib.cost.hardware import H100
-from course_lib.display.colours import QUIET, WHITE, rank_colour
+from course_lib.display.colours import KIND, QUIET, WHITE, Ink, rank_colour
 from course_lib.display.compare import Voices, compare
 from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page
 from course_lib.display.timeline import timelines
@@ -169,19 +168,33 @@ def sequence_region(ranks: int) -> tuple[Figure, str]:
     return matrices(row, title, ranks=ranks), alt
 
 
-def losses_apart(whole: Sequence[float], split: Sequence[float]) -> tuple[Figure, str]:
-    """Draw in each step how far the losses of a split model lie from those of the whole one."""
-    apart = [abs(a - b) for a, b in zip(whole, split, strict=True)]
-    title = f"{len(apart)} steps in float64: split and whole model differ in the loss by at most "
-    title += f"{_rounded_up(max(apart)):.0e}"
-    voices, steps = Voices(measurement=apart), range(len(apart))
-    return compare(steps, voices, title, x_label="step", y_label="difference of the losses"), title
+_PASSES = {
+    "forward": r"X|f: identity|$\times\, A_r$|GELU|$\times\, B_r$|g: all-reduce|Y",
+    "backward": r"∂L/∂X|f: all-reduce|$\times\, A_r^T$|GELU′|$\times\, B_r^T$|g: identity|∂L/∂Y",
+}
 
 
-def _rounded_up(number: float) -> float:
-    """Return the next number of one significant digit: a bound, not an estimate."""
-    unit = 10.0 ** math.floor(math.log10(number)) if number else 1.0
-    return math.ceil(round(number / unit, 6)) * unit
+def f_and_g() -> tuple[Figure, str]:
+    """Draw one rank's forward and backward pass through f, its part of an MLP, and g."""
+    title = "Every rank takes part in one sum in forward (g) and in one in backward (f)"
+    figure, (axes,) = page(title, [2.2], margins=Margins(left=0.0, right=0.0, bottom=0.0))
+    axes.set(xlim=(0, WIDTH_IN), ylim=(0, 2.2))
+    axes.set_axis_off()
+    look = dict[str, Any](ha="center", va="center", fontsize=TEXT_PT)
+    for (kind, words), y, arrow in zip(_PASSES.items(), (1.4, 0.3), "→←", strict=True):
+        axes.text(0.1, y + 0.58, f"{kind} pass on rank r", fontsize=TEXT_PT)
+        for n, word in enumerate(words.split("|")):
+            ink = KIND["all_reduce" if "reduce" in word else kind]
+            if word[0] in "X∂Y" or "identity" in word:
+                ink = Ink(name="", fill=WHITE, line=QUIET)
+            x = 0.1 + 1.13 * n
+            box = dict[str, Any](facecolor=ink.fill, edgecolor=ink.line, hatch=ink.hatch)
+            axes.add_patch(Rectangle((x, y), 0.95, 0.45, lw=0.9, **box))
+            axes.text(x + 0.475, y + 0.225, word, color=ink.text, **look)
+            axes.text(x + 1.04, y + 0.225, arrow if n < 6 else "", **look)
+    axes.text(5.6, 1.24, "a partial sum of Y ↗", color=QUIET, **look)
+    axes.text(2.4, 0.14, "↖ one of p gradient terms", color=QUIET, **look)
+    return figure, f"{title}: the backward of a copy is a sum, and of a sum a copy"
 
 
 def overlapped_backward(runs: OverlapRuns, link: Link) -> tuple[Figure, str]:
@@ -204,10 +217,14 @@ def layer_memory(
     whole   by name, what is not divided by the number of ranks, in units of batch * seq * hidden
     kept    by name, the bytes measured on p ranks
     """
+
+    def kib(name: str, p: float) -> float:
+        return kept_layer_bytes(spec, batch, seq, p, whole[name]) / KIB
+
     p_values = [*next(iter(kept.values()))]
     curves = {
         name: Voices(
-            formula=[kept_layer_bytes(spec, batch, seq, p, whole[name]) / KIB for p in p_values],
+            formula=partial(kib, name),
             measurement=[by_p[p] / KIB for p in p_values],
         )
         for name, by_p in kept.items()
@@ -222,19 +239,17 @@ def layer_memory(
 def width_picture(degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> tuple[Figure, str]:
     """Draw the hidden size at which a layer on H100 communicates as long as it computes.
 
-    Above a link's line it computes longer. Stars are published runs: NVIDIA's models (Megatron-LM),
-    and those of the 3B model of `h100_scaling`.
+    Above a link's line it computes longer. Stars are published runs, each with its model's size.
     """
     curves = {
         f"{name}, {rate / 1e9:.0f} GB/s": Voices(
-            formula=[break_even_hidden(p, H100.peak(), rate) for p in degrees]
+            formula=partial(break_even_hidden, flop_per_s=H100.peak(), bytes_per_s=rate)
         )
         for name, rate in H100.links.items()
     }
-    ranks, widths = megatron_widths()
-    of_3b = h100_scaling().ranks
-    widths = [*widths, *[MODELS["llama-3b"].hidden] * len(of_3b)]
-    curves["models"] = Voices(published=([*ranks, *of_3b], widths))
+    models = [(name, *at) for name, at in megatron_widths().items()]
+    models += [("3B", p, MODELS["llama-3b"].hidden) for p in h100_scaling().ranks]
+    curves["models"] = Voices(published=([p for _, p, _ in models], [h for *_, h in models]))
     needed = {name: break_even_hidden(8, H100.peak(), rate) for name, rate in H100.links.items()}
     title = f"At peak, 8 H100 compute longer than they send above h = {needed['NVLink']:,.0f} "
     title += f"(NVLink) or {needed['PCIe 5']:,.0f} (PCIe 5)"
@@ -246,9 +261,12 @@ def width_picture(degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> tuple[Figure, s
         y_label="hidden size h",
         log=True,
         note="H100 at its peak, one InfiniBand adapter; above a line, computation takes longer",
-        source="NVIDIA's models, h from 6,144: Megatron-LM's README, July 2024, 42 to 49 % of the "
-        f"peak; h = 3,072: {H100_RUN}",
+        source="16B to 462B: NVIDIA, Megatron-LM's README, July 2024, 42 to 49 % of the peak; "
+        f"3B: {H100_RUN}",
     )
+    look = dict[str, Any](textcoords="offset points", fontsize=SMALL_PT)
+    for name, p, hidden in models:
+        figure.axes[0].annotate(name, (p, hidden), (9, -4), **look)
     return figure, f"{title}; NVIDIA's models lie above NVLink's line"
 
 
@@ -256,7 +274,7 @@ def h100_picture(scaling: H100Scaling) -> tuple[Figure, str]:
     """Draw published tokens/s per GPU over the ranks, beside the formula; all H100."""
     curves = {
         "tensor parallel": Voices(
-            formula=scaling.formula, published=(scaling.ranks, scaling.published)
+            simulation=scaling.formula, published=(scaling.ranks, scaling.published)
         ),
         "with sequence parallelism": Voices(published=(scaling.ranks, scaling.sequence_parallel)),
     }
@@ -271,6 +289,7 @@ def h100_picture(scaling: H100Scaling) -> tuple[Figure, str]:
         y_label="tokens/s per GPU",
         log_x=True,
         source=H100_RUN,
+        names={"simulation": "formula"},
     )
     pairs = zip(scaling.ranks, scaling.formula, scaling.published, strict=True)
     off = max(abs(paper / told - 1) for p, paper, told in pairs if p <= 8)

@@ -12,9 +12,9 @@ from course_lib.tensor_parallel.explorer import computing_percent, degree_explor
 from course_lib.tensor_parallel.lab import OverlapRuns
 from course_lib.tensor_parallel.pictures import (
     Matrix,
+    f_and_g,
     h100_picture,
     layer_memory,
-    losses_apart,
     matrices,
     overlapped_backward,
     sequence_region,
@@ -84,15 +84,18 @@ def test_a_roofline_for_each_link_and_stars_for_published_runs():
     assert "h = 3,420 (NVLink) or 24,050 (PCIe 5)" in alt
     (axes,) = figure.axes
     *roofs, models = sorted(axes.lines, key=lambda line: line.get_linestyle() == "None")
-    assert [line.get_ydata()[2] for line in roofs] == pytest.approx([3420, 24050, 30784], abs=1)
+    at_8 = [line.get_ydata()[list(line.get_xdata()).index(8)] for line in roofs]
+    assert at_8 == pytest.approx([3420, 24050, 30784], abs=1)
     assert list(models.get_ydata()) == [6144, 8192, 12288, 18432, *[3072] * 5]
+    assert [star.get_text() for star in axes.texts] == ["16B", "70B", "177B", "462B", *["3B"] * 5]
 
 
-def test_losses_lie_apart_by_the_largest_difference():
-    figure, alt = losses_apart([3.0, 2.0, 1.0], [3.0, 2.25, 1.125])
-    assert title_of(figure) == alt
-    assert alt.startswith("3 steps")
-    assert alt.endswith("3e-01")  # a bound is rounded up: 0.25
+def test_one_rank_sums_in_g_forward_and_in_f_backward():
+    figure, alt = f_and_g()
+    assert alt.startswith(title_of(figure))
+    words = [text.get_text() for text in figure.axes[0].texts]
+    forward, backward = (words.index(f"{kind} pass on rank r") for kind in ("forward", "backward"))
+    assert forward < words.index("g: all-reduce") < backward < words.index("f: all-reduce")
 
 
 def test_overlap_is_told_as_measured_and_as_predicted():
