@@ -1,20 +1,20 @@
 # %% [markdown]
 # # 07 Tensor parallelism: split the matrices
 #
-# **Question.** How do several ranks compute one layer, what must they send each other, and why are
-# these ranks usually in one node?
+# **Question.** How do several ranks compute one layer together, what must they send each other, and
+# why are these ranks usually in one node?
 #
-# Every rank holds a part of almost every matrix. All ranks see the *same* batch, and sum their
-# partial results.
+# Every rank holds a part of almost every matrix. All ranks see the *same* batch, and they add up
+# their partial results.
 #
 # *After this lesson you can*
 #
-# - split an MLP, attention, embedding and loss over ranks;
-# - say which collective stands at each boundary, and predict its bytes and time;
+# - split an MLP, attention, the embedding and the loss over ranks;
+# - say which collective stands at each boundary, and predict its bytes and its time;
 # - say when communication takes longer than computation, and what can be overlapped;
 # - write the two collectives of sequence parallelism, and derive the memory that it saves.
 #
-# **Prerequisites:** lessons 01, 04. **Time:** about 75 minutes to read and run, 80 for exercises.
+# **Prerequisites:** lessons 01, 04. **Time:** about 80 minutes to read and run, 80 for exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -44,16 +44,22 @@ from course_lib.tensor_parallel import copy_to_region, pictures, reduce_from_reg
 # %% [markdown]
 # ## 1 Two ways to split a matrix
 #
-# An MLP is $Y = \text{GELU}(XA)\,B$. Split $A$ by **columns**: each rank computes some complete
-# columns of $XA$. Split $B$ by **rows**: each rank needs only some columns of $B$'s input, but
-# computes only a *partial sum* of each output. With both, how many collectives do 4 ranks need in
-# forward? How large is the summed tensor in Llama-8B, in bf16, for 4096 tokens?
+# Data parallelism gives every rank a copy of the whole model. This does not help if one layer is
+# too large for a GPU, or if a single sequence already takes too long. Tensor parallelism therefore
+# splits the matrices themselves.
+#
+# Take an MLP, $Y = \text{GELU}(XA)\,B$. One matrix can be split over $p$ ranks in two ways:
+#
+# - By **columns**: rank $r$ holds some columns $A_r$. From the whole $X$ it computes $XA_r$, which
+#   are some *complete* columns of the product.
+# - By **rows**: rank $r$ holds some rows $B_r$. It needs only the matching columns $Z_r$ of the
+#   input, but $Z_r B_r$ is only a *partial sum*. The product is $\sum_r Z_r B_r$.
+#
+# We split $A$ by columns and $B$ by rows. How many collectives do 4 ranks need in forward?
 
 # %% tags=["predict"]
 guess_sums = predict("collectives in the forward pass of a split MLP")
 ### GUESS guess_sums.commit(2)
-guess_message = predict("tensor that is summed, in Llama-8B", unit="MiB")
-### GUESS guess_message.commit(16)
 
 
 # %%
@@ -71,20 +77,31 @@ x, A, B = torch.randn(6, 8), torch.randn(8, 32), torch.randn(32, 8)
 right, by_rank = F.gelu(x @ A) @ B, ranks.run(split_forward, x, A, B)
 print("as one process:", all(torch.allclose(y, right, atol=1e-4) for y in by_rank))
 reveal(guess_sums, sum(event.kind == "all_reduce" for event in ranks.events) / 4)
-reveal(guess_message, 4096 * llama.hidden * 2 / 2**20)
+print(f"summed in Llama-8B, 4096 tokens in bf16: {4096 * llama.hidden * 2 / 2**20:.0f} MiB")
 show(*pictures.split_mlp(4))
 
 # %% [markdown]
-# On each rank the columns of $A$ match the rows of $B$. Splitting $A$ by rows would need one more
-# collective *between* the two, of $f$ values per token, because GELU is not linear and needs
-# complete sums.
+# GELU acts on each value separately, so a rank can apply it to its own columns of $XA$. These
+# columns are exactly the input that its rows of $B$ need:
 #
-# **Columns, then rows: one all-reduce of an activation in forward. No weights are sent.**
+# $$ \text{GELU}(XA)\,B = \sum_r \text{GELU}(XA_r)\,B_r . $$
+#
+# Only the last sum needs other ranks.
+#
+# Why not split $A$ by rows? Each rank would have a partial sum of $XA$. GELU is not linear:
+# $\text{GELU}(u + v)$ is not $\text{GELU}(u) + \text{GELU}(v)$. So the ranks would have to
+# communicate *between* the two matrices, too: $f$ values per token, where the sum at the end has
+# $h$.
+#
+# **Split the first matrix by columns and the second by rows. If what stands between them is
+# elementwise, forward needs one all-reduce, of an activation; no weights are sent.**
 #
 # ## 2 The backward pass: f and g
 #
-# Autograd sees only its own rank. Rank $r$ multiplies the same $x$ by $10^r$, and the loss is the
-# sum over all ranks, so its derivative is 1111. What is `x.grad` on rank 2?
+# The forward pass is right. But autograd sees only what its own rank computes; it does not know
+# that other ranks used the same $x$. Does this matter? Let rank $r$ multiply the same $x$ by
+# $10^r$, and let the loss be the sum over all 4 ranks. The derivative of this loss is
+# $1 + 10 + 100 + 1000 = 1111$. What is `x.grad` on rank 2?
 
 # %% tags=["predict"]
 guess_grad = predict("x.grad on rank 2")
@@ -102,16 +119,36 @@ print("x.grad by rank:", found := ranks.run(lonely))
 reveal(guess_grad, found[2])
 
 # %% [markdown]
-# No error was raised, but the layers *before* would train on one term of their gradient: if all
-# ranks use a tensor, its gradient is the sum over all ranks. Shoeybi et al. (2019, section 3) call
-# the boundaries **f** (identity in forward, all-reduce in backward) and **g** (the reverse).
+# No error was raised, but each rank has only one term of the gradient. All layers *before* this
+# point would train on this one term. The chain rule says what is missing. If rank $r$ computes
+# $y_r = \varphi_r(x)$, the loss $L$ depends on $x$ through all $p$ results:
 #
+# $$ \frac{\partial L}{\partial x} = \sum_{r=0}^{p-1}
+# \Big(\frac{\partial y_r}{\partial x}\Big)^{\!T} \frac{\partial L}{\partial y_r} . $$
+#
+# Autograd on rank $r$ computes the term of $r$. A tensor that is used $p$ times receives $p$
+# gradient terms, and here they are on $p$ ranks, so an all-reduce has to add them up. The sum at
+# the end of the MLP is the opposite case. In $Y = \sum_r Y_r$ each term has the derivative 1:
+#
+# $$ \frac{\partial L}{\partial Y_r} = \frac{\partial L}{\partial Y} , $$
+#
+# which every rank already has. Shoeybi et al. (2019, section 3) call these two boundaries **f** and
+# **g**: f is the identity in forward and an all-reduce in backward, and g is the reverse. One
+# rank's passes through both look like this:
+
+# %% tags=["picture"]
+show(*pictures.f_and_g())
+
+# %% [markdown]
 # ### Exercise 1 (core): f and g
 #
-# An `autograd.Function` defines its own backward. `all_reduce` works in place: sum a clone, and
-# return it. Budget: one all-reduce in each pass, on every rank, in the dtype of what is summed. x
-# has any shape (also `[]`); the output of `part` may have another. Call `part` once; inf and nan
-# must stay. Forward must also sum where no gradient is needed. About 7 lines, 10 minutes.
+# *Difficulty 2 of 5, importance 5 of 5, about 10 minutes.*
+#
+# Every tensor-parallel layer is built from these two boundaries. Write f's backward and both passes
+# of g, in about 7 lines. Example: if two ranks have the partial sums 3 and 4, g returns 7 on both.
+# If the gradient of this 7 is 1, so is the gradient of the 3. `all_reduce` changes its argument in
+# place, so sum a clone, and return it. Budget: one all-reduce in forward (in g), one in backward
+# (in f).
 #
 # <details><summary>Hint: p times too large</summary>
 # $y = y_0 + y_1 + \dots$, so $\partial y/\partial y_1 = 1$. After g all ranks compute *the same*
@@ -160,22 +197,26 @@ def together(x, part):
 check("tensor_parallel-1", together)
 
 # %% [markdown]
-# Each rank computes its part inside a *region*; the course's `copy_to_region` (f) opens it,
-# `reduce_from_region` (g) closes it.
+# Megatron-LM calls the part of a model between f and g a *tensor-parallel region*. The course's
+# versions of the two boundaries are therefore called `copy_to_region` (f) and `reduce_from_region`
+# (g).
 #
-# Lesson 04 lists `all_reduce` as the backward of `all_reduce`; here it is the
-# identity. Both are right. There, each rank has a loss *of its own*, and the total is their
-# **sum**; here, the loss is *the same* on all, and **counts once**. On four ranks with the same
-# loss $y = x_0 + \dots + x_3$, the gradient of $x_0$ is 4 if the losses are summed, and 1 if $y$
-# counts once.
+# Lesson 04 lists `all_reduce` as the backward of `all_reduce`; in g it is the identity. Both are
+# right, for different losses. In lesson 04 each rank has a loss *of its own*, and we differentiate
+# the **sum** of these losses. A term of an all-reduced sum enters all $p$ losses, so it receives
+# $p$ gradient terms. Here all ranks compute *the same* loss, and it **counts once**. For example,
+# let four ranks have the same loss $y = x_0 + \dots + x_3$. The gradient of $x_0$ is 4 if the four
+# losses are added, and 1 if $y$ counts once.
 #
 # ### Exercise 2 (core): a split MLP
 #
-# Copy this rank's part of two `nn.Linear`, under the names in the docstring; keep nothing else
-# (only the bias of `down` may be the layer's own tensor). Do not change the layers or x, of any
-# shape `[..., hidden]`. `weight` is stored as `[out, in]`: *columns of A are rows of* `up.weight`.
-# $p$ need not divide the width. One all-reduce in each pass, of an activation. About 8 lines, 15
-# minutes.
+# *Difficulty 3 of 5, importance 5 of 5, about 15 minutes.*
+#
+# This is the MLP of Megatron-LM. Copy this rank's part of two whole `nn.Linear` into the four
+# parameters that the docstring names, and compute forward, in about 8 lines. `weight` is stored as
+# `[out, in]`: *columns of A are rows of* `up.weight`. Example: of 7 hidden units on 4 ranks, rank 1
+# keeps units 2 and 3, and rank 3 only unit 6. Budget: one all-reduce of an activation in each pass;
+# no memory for other ranks' parts.
 #
 # <details><summary>Hint: the output is off by a constant</summary>
 # A bias that is added before the sum is added $p$ times. Where does the bias of <code>down</code>
@@ -213,20 +254,31 @@ class SplitMLP(nn.Module):
 check("tensor_parallel-2", SplitMLP)
 
 # %% [markdown]
-# **With f in front and g behind: one all-reduce in each pass, and $1/p$ of the matrices.**
+# **With f in front and g behind, a split MLP needs one all-reduce in each pass, and a rank holds
+# $1/p$ of its matrices.**
 #
 # ## 3 Attention: whole heads
 #
-# Heads are independent, and only `out` mixes them: split queries, keys and values by columns, `out`
-# by rows. But a *head* stays whole, because its softmax needs complete dot products. Some code
-# bases keep one tall matrix, $Q$ above $K$ above $V$; $K$ and $V$ may have fewer heads
-# (grouped-query attention).
+# The MLP could be split because GELU treats each value separately. Attention has a softmax over the
+# scores of many tokens in the same place. How can it be split without a collective in the middle?
+#
+# The answer is its heads. Each head computes its queries, keys, values and scores without the other
+# heads, and only the output projection `out` mixes them. So we use the same pair of splits:
+# queries, keys and values by columns, `out` by rows. A *head* itself stays on one rank. Its scores
+# are dot products over the whole head, and a rank with half a head would have to communicate before
+# the softmax.
+#
+# Some code bases keep the three projections in one tall matrix, $Q$ above $K$ above $V$. In
+# grouped-query attention $K$ and $V$ have fewer heads than $Q$.
 #
 # ### Exercise 3 (further): which rows?
 #
-# Return one rank's row numbers of that matrix, in order, as a new list. Of each of $Q$, $K$ and
-# $V$, rank 0 takes the first heads, rank 1 the next. $p$ divides both numbers of heads. About 5
-# lines, 10 minutes.
+# *Difficulty 2 of 5, importance 2 of 5, about 10 minutes.*
+#
+# Whoever loads such a matrix into split attention needs to know which of its rows belong to a rank.
+# Return their numbers as a list, in order. Of each of $Q$, $K$ and $V$, rank 0 takes the first
+# heads, rank 1 the next ones. $p$ divides both numbers of heads. Example: with 2 ranks, 4 query
+# heads, 2 key-value heads and `head_dim` 1, rank 0 takes the rows 0, 1, 4 and 6. About 5 lines.
 #
 # <details><summary>Hint: rank 0 gets no rows of V</summary>
 # Split each of the three matrices into $p$ parts.
@@ -250,25 +302,39 @@ def rows_of_rank(rank, p, num_heads, num_kv_heads, head_dim):
 check("tensor_parallel-3", rows_of_rank)
 
 # %% [markdown]
-# **Attention is split by heads. With 8 key-value heads, more than 8 ranks need copies of them.**
+# **Attention is split by heads, and a head stays on one rank. With 8 key-value heads, as in
+# Llama-8B, more than 8 ranks need copies of them.**
 #
 # ## 4 The vocabulary
 #
-# The embedding is split by vocabulary entries: a rank looks up those it has, uses zeros for the
-# others, and g sums. The output layer is split by columns: each rank has *some* logits. The loss
-# seems to need all of them:
+# The blocks are split. What is left are the embedding and the output layer, which in Llama-8B are
+# the two largest matrices. The embedding is split by vocabulary entries: a rank looks up the tokens
+# that it has, uses zeros for the others, and g adds up the results. The output layer is split by
+# columns, with f in front, so each rank computes *some* of the logits. But the softmax in the loss
+# needs a sum over all of them. Do the ranks have to gather the logits?
 #
-# $$ -\log \text{softmax}(z)_t = \log \sum_v e^{z_v - m} - (z_t - m), \quad m = \max_v z_v $$
+# For a target $t$, the loss is
 #
-# But only three values per token have to be combined: $m$, the sum, and $z_t$ (after Shoeybi et
-# al., section 3).
+# $$ -\log \text{softmax}(z)_t = -\log \frac{e^{z_t}}{\sum_v e^{z_v}}
+# = \log \sum_v e^{z_v} - z_t . $$
+#
+# Without care $e^{z_v}$ can overflow. Subtracting the maximum $m = \max_v z_v$ from all logits
+# multiplies numerator and denominator by $e^{-m}$, so the fraction stays the same:
+#
+# $$ -\log \text{softmax}(z)_t = \log \sum_v e^{z_v - m} - (z_t - m) . $$
+#
+# Each rank can compute its own maximum and its own part of the sum, and one rank has $z_t$. So only
+# three values per token have to be combined (Shoeybi et al. 2019, section 3).
 #
 # ### Exercise 4 (further): the loss of split logits
 #
-# This rank has the logits of vocabulary entries `first`, `first + 1` ... Targets of -100 have no
-# loss. Return the mean over the others, on every rank, in the logits' dtype or a wider one; leave
-# the arguments unchanged. Budget: at most 3 all-reduces for both passes together, 3 values per
-# token in total. About 10 lines, 20 minutes.
+# *Difficulty 4 of 5, importance 3 of 5, about 20 minutes.*
+#
+# With this loss, no rank needs memory for all logits. This rank has the logits of the vocabulary
+# entries `first`, `first + 1` ... Return on every rank the mean loss over all tokens, without those
+# whose target is -100. Example: two ranks have one logit each, both 0; for target 0 both return
+# $\log 2 \approx 0.69$. Budget: at most 3 all-reduces for both passes together, 3 values per token
+# in total. About 10 lines.
 #
 # <details><summary>Hint: the maximum</summary>
 # <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, detached: it cancels out, so it needs no
@@ -304,9 +370,9 @@ def split_cross_entropy(logits, targets, first):
 check("tensor_parallel-4", split_cross_entropy)
 
 # %% [markdown]
-# PyTorch calls this *loss parallel*: the logits stay a `DTensor` (a tensor that knows its split),
-# and `with loss_parallel():` replaces the cross-entropy. What does it save in Llama-8B, with 8192
-# tokens on 8 ranks?
+# PyTorch calls this *loss parallel*. There the logits stay a `DTensor`, a tensor that knows how it
+# is split, and inside `with loss_parallel():` the usual cross-entropy works on it. How much does
+# this save in Llama-8B, with 8192 tokens on 8 ranks?
 
 # %%
 from course_lib.cost.traffic import sent_bytes
@@ -319,16 +385,18 @@ print(f"sent by a rank: {gathered_mib:.0f} MiB of logits, or {values_kib:.0f} Ki
 for name, size in {"whole": vocab, "split": vocab // p}.items():
     print(f"kept by a rank, {name}: {tokens * size * 4 / 2**30:.2f} GiB of softmax in fp32")
 
+
 # %% [markdown]
-# **The logits, often the largest activation, stay split: three values per token are sent.**
+# **The logits, often the largest activation, can stay split: the loss needs only three values per
+# token from each rank.**
 #
 # *A place for a break.*
 #
 # ## 5 A whole GPT
 #
-# `parallelize(model, mesh)` splits a GPT like this, in place; the *mesh* says which ranks share it.
-# The model then returns split logits, for `parallel_token_loss` (exercise 4). Does it train like
-# one process?
+# Now all parts of a GPT can be split. `parallelize(model, mesh)` splits a whole one, in place. The
+# *mesh* says which ranks share the model. The model then returns split logits, and
+# `parallel_token_loss` is the loss of exercise 4. Does this model train like one process?
 
 # %%
 from course_lib.tensor_parallel import gather_tensors, parallel_token_loss, parallelize
@@ -357,25 +425,25 @@ def train(rank, steps, split, own_seed=False, dropout=0.0):
     return losses, model.norm.weight.detach()
 
 
-# %% tags=["picture", "measured"]
+# %% tags=["measured"]
 one, pair, tiny = Ranks(1), Ranks(2), MODELS["tiny"]
 alone, split = (on.run(train, 100, on is pair)[0][0] for on in (one, pair))
 apart = [abs(a - b) for a, b in zip(alone, split, strict=True)]
 claim("the curves never differ by more than 1e-8", max(apart) < 1e-8)
-show(*pictures.losses_apart(alone, split))
+print(f"100 steps in float64: the losses differ by at most {max(apart):.1e}")
 
 # %% [markdown]
-# Only the order of sums differs.
+# The difference is rounding. The ranks add the same terms in another order, and in floating-point
+# arithmetic the order changes the last digits.
 #
-# What does a rank hold? Matrices are split; norms, positions, and biases added after a sum are
-# whole. And what does it send? Count the sums of the tiny GPT's 2 layers; add one for the
-# embedding, one for f of the output layer, and two for the loss (one carries two values).
-
-# %% tags=["predict"]
-guess_part = predict("parameters on each of 4 ranks, as a part of all (like 1/3)")
-### GUESS guess_part.commit(1 / 4)
-guess_calls = predict("collectives in one step of the tiny GPT")
-### GUESS guess_calls.commit(10)
+# What does a rank hold? The matrices are split. Norms, positions, and biases that are added after a
+# sum are whole on every rank, so its part is a little more than $1/p$.
+#
+# And what does it send? The tiny GPT has 2 layers. In each layer, attention and MLP both need one
+# all-reduce in forward (g) and one in backward (f), so a layer has four. The embedding adds one in
+# forward (g), and the output layer one in backward (f). The loss adds two: one for the maximum, and
+# one that carries both sums. `cost.tensor_traffic` writes this list down; the next cell compares it
+# with what the ranks have sent.
 
 # %%
 BATCH = next_tokens(token_batch(0, batch=2, seq=64, vocab=256))
@@ -393,12 +461,14 @@ def one_step(rank, spec):
 held = [on.run(one_step, tiny)[0] for on in (one, pair, ranks)]
 paper = [(call.kind, call.num_bytes) for call in cost.tensor_traffic(tiny, 2, 64, 4)]
 print("every call as predicted, on 1, 2, 4 ranks:", [calls == paper for _, calls, _ in held])
-reveal(guess_part, held[2][0] / held[0][0])
-reveal(guess_calls, len(paper))
+print(f"a rank of 4 holds {held[2][0] / held[0][0]:.3f} of all; a step has {len(paper)} calls")
 
 # %% [markdown]
-# PyTorch does this with `DTensor` and a dict (the plan) of the splits, here for the same model,
-# untied. PyTorch's loss takes three calls; in this plan q, k and v have an f *each*.
+# PyTorch splits a model with `DTensor` and a *plan*, a dict from the names of layers to the way in
+# which each is split. The next cell does so with the same model, untied. PyTorch needs more
+# all-reduces, for two reasons: its loss uses three where the course's uses two, and in this plan q,
+# k and v each sum their own input gradient. The course adds the three gradients on each rank first,
+# and then sums once.
 
 # %%
 from torch.distributed.tensor import DTensor, Replicate, parallel
@@ -427,22 +497,27 @@ from course_lib.tensor_parallel import beside_frameworks as beside
 untied = replace(tiny, tied=False)
 (_, ours, grads), (theirs, others) = (pair.run(run, untied)[0] for run in (one_step, with_dtensor))
 print("same gradients:", all(torch.allclose(grads[n], others[n], atol=1e-6) for n in grads))
-for whose, sizes in {"ours": [size for _, size in ours], "PyTorch's": theirs}.items():
-    print(f"{whose}: {len(sizes)} all-reduces, {sum(sizes)} bytes")
+for name, sizes in {"this course": [size for _, size in ours], "PyTorch": theirs}.items():
+    print(f"{name}: {len(sizes)} all-reduces, {sum(sizes)} bytes")
 print(missing("megatron.core") or "Trained for 4 steps:")
-for name in ["ours"] if missing("megatron.core") else ["ours", "Megatron-Core"]:
-    ran = pair.run(beside.run_tensor_parallel, tiny, [BATCH] * 4, name == "ours")[0]
+for name in ["this course"] + ["Megatron-Core"] * (not missing("megatron.core")):
+    ran = pair.run(beside.run_tensor_parallel, tiny, [BATCH] * 4, name == "this course")[0]
     print(f"{name}: loss {ran.losses[-1]:.5f}, {ran.median_ms:.0f} ms, {ran.calls()}")
 
+
 # %% [markdown]
-# **Up to rounding, a split model computes the same numbers, with $1/p$ of its matrices per rank and
-# four all-reduces per layer, two in each pass.**
+# **Up to rounding, a split model computes the numbers of one process. A rank holds $1/p$ of the
+# matrices, and each layer needs four all-reduces, two in each pass.**
 #
 # ## 6 Dropout: equal here, different there
 #
-# On the residual stream, which all ranks hold, dropout must draw *the same* mask on all ranks; on
-# the heads, which are split, masks must differ. With a *different* seed on each rank, are the
-# norms' weights still equal on both ranks after 5 steps?
+# The model of section 5 had no dropout. Random masks bring a new problem, because each rank draws
+# them on its own.
+#
+# All ranks hold the residual stream, so dropout must draw *the same* mask for it on all of them.
+# The heads of attention are split. Here the masks must differ, because one process would also draw
+# another mask for each head. So let each rank start with a *different* seed. Are the weights of the
+# norms, which both ranks hold, still equal after 5 steps?
 
 # %% tags=["predict"]
 guess_alike = predict("different seeds: are the norms still the same?", choices=("yes", "no"))
@@ -458,29 +533,41 @@ def masks(rank, own_seed, for_heads):
     return Dropout(0.5)(torch.ones(64)), for_heads(0.5)(torch.ones(1, 2, 64))
 
 
-hows = {"one seed": (False, Dropout), "one each": (True, Dropout), "ours": (False, ShardedDropout)}
+hows = {"one seed": (False, Dropout), "own seeds": (True, Dropout)}
+hows["sharded"] = (False, ShardedDropout)
 for name, how in hows.items():
     (a, b), (c, d) = pair.run(masks, *how)
-    print(f"{name:8} equal on the residual stream: {torch.equal(a, c)}, heads: {torch.equal(b, d)}")
+    print(f"{name:9} equal on the residual stream: {torch.equal(a, c)}, heads: {torch.equal(b, d)}")
 for own_seed in (False, True):
     (losses, a), (_, b) = pair.run(train, 5, True, own_seed, 0.1)
     print(f"own seeds {own_seed}: loss {losses[-1]:.2f}, norms differ by {(a - b).abs().max():.0e}")
 reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 
 # %% [markdown]
-# The printed losses do not show it, but the norms differ: the ranks no longer hold *one* model. Our
-# `ShardedDropout` draws the mask of all heads, as one process would, and keeps its part.
-# Megatron-LM has a second random state for split tensors, whose seed depends on the rank.
+# With a seed of its own, each rank drops other values of the residual stream, computes other
+# gradients for the norms, and changes them differently. The printed losses do not show it, but the
+# ranks no longer hold *one* model.
 #
-# **Masks must be equal on tensors that all ranks hold, and different on split ones.**
+# There are two solutions. With the course's `ShardedDropout`, every rank draws the mask of all
+# heads from the same seed, as one process would, and keeps its part. Megatron-LM has a second
+# random state for split tensors, whose seed depends on the rank.
+#
+# **Dropout masks must be equal on tensors that all ranks hold, and independent on split ones.**
 #
 # ## 7 What it costs
 #
+# The split model computes the right numbers with $1/p$ of the memory for matrices. Now the price:
+# each layer has four all-reduces that one GPU would not need. Is a layer on $p$ ranks still faster?
+#
 # ### Exercise 5 (core): the price of a layer
 #
-# Forward and backward of one layer (attention and MLP) take `compute_s` on one rank. How long do
-# they take on $p$ ranks, in bf16, with ring all-reduces and without overlap? `link` has `latency_s`
-# and `bytes_per_s`. About 3 lines, 10 minutes.
+# *Difficulty 2 of 5, importance 5 of 5, about 10 minutes.*
+#
+# The answer says how many ranks are worth using. Forward and backward of one layer (attention and
+# MLP) take `compute_s` on one rank. How long do they take on $p$ ranks, in bf16, with ring
+# all-reduces (lesson 04) and without overlap? `link` has `latency_s` and `bytes_per_s`. Example:
+# with a latency of 1 ms and so much bandwidth that the bytes take no time, 100 ms on one rank
+# become 58 ms on two. About 3 lines.
 #
 # <details><summary>Hint: how many all-reduces?</summary>
 # Attention and the MLP both have an f and a g; f and g communicate in one pass only.
@@ -503,18 +590,18 @@ check("tensor_parallel-5", split_layer_s)
 # %% [markdown]
 # ### What can be overlapped
 #
-# The plain version computes nothing during an all-reduce, because the next matrix needs the sum.
-# But in backward, no other layer waits for the gradient of the **weights**. So compute the input
-# gradient, start its all-reduce, compute the weight gradient, then wait (`overlap=True` in
-# `ColumnParallelLinear`). If the weight gradient takes 30 ms and the all-reduce 20 ms, how much
-# does this save?
-
-# %% tags=["predict"]
-guess_saved = predict("time saved per all-reduce", unit="ms")
-### GUESS guess_saved.commit(10)
+# The exercise assumes that a rank waits during every all-reduce. In forward it has to, because the
+# next matrix needs the sum. In backward there is other work. For a matrix that is split by columns,
+# backward computes two products: the gradient of the input, which f has to sum before the earlier
+# layers can go on, and the gradient of the **weights**, which nobody needs before the optimizer
+# step. So compute the input gradient, start its all-reduce, compute the weight gradient, and then
+# wait: `overlap=True` in `ColumnParallelLinear`.
+#
+# At most the shorter of the two can be hidden. If the weight gradient takes 30 ms and the
+# all-reduce 20 ms, overlap saves 20 ms. The next cell measures it on two ranks and a slow emulated
+# link.
 
 # %% tags=["picture", "measured"]
-reveal(guess_saved, 1e3 * cost.overlap_saves_s(30e-3, 20e-3))
 wire = Link(name="slow link", latency_s=1e-3, bytes_per_s=100e6)
 with Ranks(2, link=wire) as wired:
     runs = lab.measure_overlap(wired)
@@ -522,40 +609,47 @@ claim("backward with overlap is faster", runs.saved_s > 0)
 show(*pictures.overlapped_backward(runs, wire))
 
 # %% [markdown]
-# The results are equal bit for bit. Megatron-LM overlaps by default.
+# The results with and without overlap are equal bit for bit, because the ranks add the same numbers
+# in the same order. Megatron-LM overlaps by default.
 #
-# More can be hidden, also in forward, if a piece of a product is sent while the next is computed.
-# *User buffers* in Transformer Engine and PyTorch's *async TP* do so.
+# The all-reduces of forward can be hidden, too, if a product is cut into pieces: one piece is sent
+# while the next is computed. *User buffers* in Transformer Engine and *async TP* in PyTorch do
+# this.
 #
 # ### When communication takes longer
 #
-# In forward and backward, a layer with $f=4h$ computes $72\,h^2$ FLOP per token in its matrices,
-# and each rank $1/p$ of them. In its four all-reduces, a rank sends $16\,h\,(p-1)/p$ bytes per
-# token in bf16. For any number of tokens,
+# Without overlap, which of the two takes longer, computation or communication? Count both for one
+# token and one layer with $f=4h$.
+#
+# - **Computation.** Attention (without grouped queries) has $4h^2$ weights, and the MLP $8h^2$.
+#   Forward takes 2 FLOP per weight, and backward twice as many: $6 \cdot 12\,h^2 = 72\,h^2$. Each
+#   rank computes $1/p$ of them. (Attention scores, which only add computation, are left out.)
+# - **Communication.** A ring all-reduce of $n$ bytes sends $2n\,(p-1)/p$ bytes per rank, and in
+#   bf16 a token has $n = 2h$. The four all-reduces send $16\,h\,(p-1)/p$.
+#
+# The number of tokens cancels in the ratio:
 #
 # $$ \frac{72\,h^2 / p}{16\,h\,(p-1)/p} = \frac{9h}{2\,(p-1)} \text{ FLOP per byte.} $$
 #
-# Without overlap and latency, communication takes longer if this ratio is below $F/\beta$, where
-# $F$ is the GPU's FLOP/s. That is the case if $h < \frac{2}{9}(p-1)F/\beta$. (Attention
-# scores, which only add computation, are left out.) Which $h$ is that for 8 H100 at
-# peak, over NVLink?
-
-# %% tags=["predict"]
-guess_width = predict("hidden size on 8 ranks: below it, communication takes longer")
-### GUESS guess_width.commit(4096)
+# A GPU computes $F$ FLOP/s and sends $\beta$ bytes/s. Apart from latency, communication takes
+# longer if the ratio is below $F/\beta$, that is, if $h < \frac{2}{9}(p-1)F/\beta$. More ranks and
+# faster GPUs need wider models; a larger batch does not change this.
 
 # %% tags=["picture"]
 from course_lib.cost.hardware import H100
 
-reveal(guess_width, round(cost.break_even_hidden(8, H100.peak(), H100.links["NVLink"])))
+needed = cost.break_even_hidden(8, H100.peak(), H100.links["NVLink"])
+print(f"8 H100 at their peak, over NVLink: communication takes longer below h = {needed:,.0f}")
 show(*pictures.width_picture())
 
 # %% [markdown]
-# At half the peak, half this $h$ is enough. NVIDIA's models shown lie above NVLink's line.
+# At half the peak, half this $h$ is enough. NVIDIA's models (16B to 462B) lie above NVLink's line,
+# but below the lines of PCIe and of one InfiniBand adapter: at the peak, their ranks would
+# communicate longer than they compute over these links.
 #
-# The 3B model of Tazi et al. (2025; $h=3072$ in nanotron) lies near NVLink's line at $p=8$. The
-# formula in the next picture adds the time of the FLOP (speed fitted at $p=2$) and of the bytes (at
-# the bandwidths they measured). Of the tokens/s per GPU on 8 ranks, what fraction is left on 16?
+# The 3B model of Tazi et al. (2025; $h=3072$ in nanotron) lies near NVLink's line at $p=8$, which
+# is one node. On 16 ranks the all-reduces have to cross two nodes. Of the tokens/s per GPU on 8
+# ranks, what fraction is left on 16?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")
@@ -567,11 +661,15 @@ reveal(guess_drop, h100.kept(8, 16)[0])  # as published, not by formula
 show(*pictures.h100_picture(h100))
 
 # %% [markdown]
-# Inside a node the formula is within 3 % of the black stars. Across nodes the black stars are
-# lower; the formula ignores, for example, norms and how slow thin matrices are. Narayanan et al.
-# (2021, section 3.2) advise pipeline parallelism across nodes.
+# The circles are the formula. It adds the time of the FLOP (at a speed fitted at $p=2$) and the
+# time of the bytes (at the bandwidths that Tazi et al. measured). Inside a node it is within 3 % of
+# the black stars, the runs without sequence parallelism (section 8). Across nodes these runs are
+# slower than the formula, which ignores, for example, norms and how slow thin matrices are.
+# Narayanan et al. (2021, section 3.2) advise tensor parallelism inside a node, and pipeline
+# parallelism across nodes.
 #
-# Splitting frees memory for more sequences. They share the latency, but the bytes grow:
+# Splitting also frees memory, which can hold more sequences. They share the latency, but the bytes
+# grow with them. Compare one sequence with $p$ sequences:
 
 # %% tags=["picture"]
 from course_lib.tensor_parallel.explorer import degree_explorer
@@ -579,39 +677,52 @@ from course_lib.tensor_parallel.explorer import degree_explorer
 degree_explorer()
 
 # %% [markdown]
-# **Keep tensor parallelism among GPUs that NVLink connects; use other methods beyond them.**
+# **Keep tensor parallelism among GPUs that NVLink connects, and use another axis (pipeline or data)
+# across slower links.**
 #
 # ## 8 Sequence parallelism
 #
-# Between g and the next f, all ranks compute and keep the same values: norms, dropout, the residual
-# stream. These operations treat tokens separately, so the ranks can split them by *tokens*
-# (Korthikanti et al. 2022, section 4.2.2). A region needs all tokens: an **all-gather** replaces f.
-# After the region each rank needs the complete sum for its own tokens: a **reduce-scatter**
-# replaces g. In backward each becomes the other. How many bytes does a rank send now, divided by
-# the bytes with all-reduces?
+# Something is still not divided. Between g and the next f, all ranks compute and keep the same
+# values: norms, dropout, the residual stream. These operations treat each token separately, so the
+# ranks can split them by *tokens* (Korthikanti et al. 2022, section 4.2.2).
+#
+# The split matrices still need all tokens on every rank, so an **all-gather** replaces f. Behind
+# them, a rank needs the complete sum, but only for its own tokens: a **reduce-scatter** replaces g.
+# In backward each becomes the other.
+#
+# The name has a second meaning. In DeepSpeed-Ulysses (Jacobs et al. 2023), "sequence parallelism"
+# splits the tokens in the whole layer, attention included, and no matrix is split. Before and after
+# attention, all-to-alls regroup the values, so that a rank attends to all tokens with some of the
+# heads. In this course that belongs to *context parallelism*.
+#
+# Forward now has two collectives where plain tensor parallelism has one. How many bytes does a rank
+# send, divided by the bytes of the plain version?
 
 # %% tags=["predict"]
 guess_bytes = predict("bytes sent with sequence parallelism, divided by plain")
 ### GUESS guess_bytes.commit(0.5)
 
 # %% tags=["picture"]
-hows = {"plain": {}, "ours": {"sequence_parallel": True}}
-hows["gathers again"] = {"sequence_parallel": True, "gathers_again": True}
+again = {"sequence_parallel": True, "gathers_again": True}
+hows = {"plain": {}, "tokens split": {"sequence_parallel": True}, "gathers again": again}
 sent = {n: sent_bytes(cost.tensor_traffic(llama, 1, 4096, **how), 8) for n, how in hows.items()}
-reveal(guess_bytes, sent["ours"] / sent["plain"])
-print(f"gathering once more in backward: {sent['gathers again'] / sent['plain']:.2f} times")
+reveal(guess_bytes, sent["tokens split"] / sent["plain"])
 show(*pictures.sequence_region(4))
 
 # %% [markdown]
-# A ring all-reduce *is* a reduce-scatter, then an all-gather (lesson 04). Now norms and dropout
-# stand between these two halves, and are computed once, not $p$ times.
+# A ring all-reduce *is* a reduce-scatter, then an all-gather (lesson 04). Sequence parallelism
+# sends the same bytes, but moves the two halves apart. Now norms and dropout stand between them,
+# and each token is computed once instead of $p$ times.
 #
 # ### Exercise 6 (core): gather and scatter
 #
-# Each rank holds $\lceil s/p \rceil$ tokens, in rank order. The last tokens may be padding. `part`
-# must not get them; in the output and in the gradient of x they are zeros. Budget: one all-gather
-# and one reduce-scatter in each pass, in the dtype of what is sent. Call `part` once. About 10
-# lines, 15 minutes.
+# *Difficulty 4 of 5, importance 4 of 5, about 15 minutes.*
+#
+# Each rank holds $\lceil s/p \rceil$ tokens, in rank order; the last ones may be padding. Write
+# both collectives, and put them around `part`: about 10 lines that divide the activations of norms
+# by $p$. Example: of 3 tokens on 2 ranks, rank 1 holds one token and one of padding. `part` gets
+# the 3 tokens. In the output and in the gradient of x, padding is zero. Budget: one all-gather and
+# one reduce-scatter in each pass.
 #
 # <details><summary>Hint: the wrong tokens</summary>
 # Collectives on one tensor concatenate along dim 0; tokens are dim 1. Parts must be
@@ -671,53 +782,71 @@ check("tensor_parallel-6", in_region)
 # %% [markdown]
 # ### The memory
 #
-# What does a GPT layer ($f=4h$, no grouped queries) keep for backward, in bf16? In units of $sbh$
-# bytes: the input of attention 2; $q$, $k$ and $v$ 6; the inputs of `out` 2, of the MLP 2, of GELU
-# 8, of the second matrix 8; the inputs of two norms 4; two dropout masks 2. Together these are
-# **34** (Korthikanti et al., section 4.1). The scores of $a$ heads add $5as/h$: softmax 2, dropout
-# mask 1, output after dropout 2.
+# How much does this save? Count what a GPT layer ($f=4h$, no grouped queries) keeps for backward in
+# bf16, in units of $sbh$ bytes (Korthikanti et al. 2022, section 4.1):
 #
-# Tensor parallelism divides the tensors inside the regions. Inputs of norms, the two dropout
-# masks, and inputs of regions stay whole: 10. Sequence parallelism divides these, too:
+# | kept for backward | $sbh$ bytes | divided by tensor parallelism |
+# |---|---|---|
+# | inputs of the two norms | 4 | no |
+# | input of $q$, $k$ and $v$; input of the MLP | 2 + 2 | no |
+# | two dropout masks, 1 byte per value | 2 | no |
+# | $q$, $k$ and $v$; input of `out` | 6 + 2 | yes |
+# | inputs of GELU and of the second matrix | 8 + 8 | yes |
+#
+# Together these are **34**: 10 that stay whole, and 24 that tensor parallelism divides. The scores
+# of $a$ heads, which are divided as well, add $5as/h$ (softmax 2, dropout mask 1, output after
+# dropout 2). Sequence parallelism divides the 10, too:
 #
 # $$ sbh\left(10 + \frac{24}{p} + \frac{5as}{hp}\right) \;\to\;
 # \frac{sbh}{p}\left(34 + \frac{5as}{h}\right) $$
 #
-# But a weight gradient needs the *whole* input of its region. Without `overlap`, our layers keep
-# the gathered inputs: $4\,sbh$. With `overlap`, as in Megatron-LM, a rank keeps its own tokens and
-# **gathers again in backward**, while it computes the input gradient; then it sends $5/4$ of the
-# bytes. On 4 ranks, with $5as/h=20$, what fraction of plain tensor parallelism's *kept* bytes is
-# left?
-
-# %% tags=["predict"]
-guess_kept = predict("bytes kept when gathering again, divided by plain (like 2/3)")
-### GUESS guess_kept.commit(1 / 2)
+# But the gradient of a weight needs the *whole* input of its matrix, with the tokens of all ranks.
+# There are two ways to have it in backward:
+#
+# - **Keep it.** The course's layers do so without `overlap`. The two gathered inputs, $4\,sbh$, are
+#   then not divided.
+# - **Gather it again** in backward, while the input gradient is computed. Megatron-LM does so, and
+#   the course's layers with `overlap`. A rank keeps only its own tokens, but sends more bytes.
+#
+# The next cell measures a layer on 1, 2 and 4 ranks, beside the formula.
 
 # %% tags=["picture"]
-whole = {"tensor parallel": 10, "sequence parallel": 4, "gathering again": 0}  # in sbh bytes
+whole = {"tensor parallel": 10, "sequence parallel": 4, "inputs gathered again": 0}  # sbh bytes
 sp, kept = {"sequence_parallel": True}, {}
 for name, how in zip(whole, ({}, sp, sp | {"overlap": True}), strict=True):
     on_p = {1: one, 2: pair, 4: ranks}.items()
     kept[name] = {p: on.run(lab.split_layer_bytes, tiny, 2, 64, **how)[0] for p, on in on_p}
-reveal(guess_kept, kept["gathering again"][4] / kept["tensor parallel"][4])
+less = kept["inputs gathered again"][4] / kept["tensor parallel"][4]
+more = sent["gathers again"] / sent["plain"]
+print(f"gathering again: {less:.2f} of the bytes kept, {more:.2f} times the bytes sent")
 show(*pictures.layer_memory(tiny, 2, 64, whole, kept))
 
 # %% [markdown]
-# Norms, positions, and biases that are added to a split residual stream have seen only their rank's
-# tokens. Their gradients are partial sums, which `finish_gradients(model)` adds up once per step.
+# Norms, positions, and biases that are added to a split residual stream have seen only the tokens
+# of their rank, so their gradients are partial sums. `finish_gradients(model)` adds them up, once
+# per step.
 #
-# **Sequence parallelism also divides the activations outside the regions. If backward gathers
-# inputs again, a rank sends 5/4 of the bytes; otherwise it keeps these inputs whole.**
+# **Sequence parallelism also divides the activations between g and the next f. To divide the inputs
+# of the matrices as well, backward has to gather them again, and a rank then sends 5/4 of the
+# bytes.**
 #
 # ## What to keep
 #
-# - A layer needs four all-reduces; those of backward can run beside weight gradients.
+# - Columns, then rows: a layer needs four all-reduces. Those of backward can run while weight
+#   gradients are computed.
+# - The slower the link and the more ranks, the wider the layers have to be. So use NVLink.
+# - Sequence parallelism sends the same bytes, and divides the activations that are left.
 # - Wrong masks, a bias added $p$ times, or a missing sum raise no error, but train another model.
 #
 # **Read on**
 #
-# - Shoeybi et al. 2019, *Megatron-LM*, section 3: f, g and the split loss.
-# - Korthikanti et al. 2022, *Reducing Activation Recomputation*, section 4: sequence parallelism.
-# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, section 3.
-# - Wang et al. 2024, *Introducing Async Tensor Parallelism in PyTorch*.
-# - Tazi et al. 2025, *The Ultra-Scale Playbook*, "Tensor Parallelism".
+# - Shoeybi et al. 2019, *Megatron-LM*, section 3: f, g and the split loss, in the original.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation*, section 4: sequence parallelism,
+#   and the 34.
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, section 3: tensor and
+#   pipeline parallelism together.
+# - Wang et al. 2024, *Introducing Async Tensor Parallelism in PyTorch*: how to hide the all-reduces
+#   of forward.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*, "Tensor Parallelism": the measurements of section
+#   7.
+# - Jacobs et al. 2023, *DeepSpeed Ulysses*: the other "sequence parallelism", for long sequences.
