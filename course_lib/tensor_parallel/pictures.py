@@ -156,15 +156,15 @@ def split_mlp(ranks: int) -> tuple[Figure, str]:
 
 
 def sequence_region(ranks: int) -> tuple[Figure, str]:
-    """Draw a parallel region between tokens that are split: all_gather in front, then the sum."""
+    """Draw two split matrices between tokens that are split: all_gather in front, then the sum."""
     narrow = partial(Matrix, words="[tokens, h]", height=4, width=2)
     row: list[Matrix | str] = [
         *(narrow(name="X", split="rows"), "all-gather →", narrow(name="X"), "× A →"),
         *(Matrix(name="", words="[tokens, f]", height=4, width=6, split="columns"), "× B →"),
         *(narrow(name="Y", split="sum"), "   reduce-scatter →", narrow(name="Y", split="rows")),
     ]
-    title = "Sequence parallelism: an all-gather before the region, a reduce-scatter after it"
-    alt = f"{title}; outside the region a rank has 1/{ranks} of the tokens"
+    title = "Sequence parallelism: all-gather before the two matrices, reduce-scatter after them"
+    alt = f"{title}; before and after them a rank has 1/{ranks} of the tokens"
     return matrices(row, title, ranks=ranks), alt
 
 
