@@ -94,8 +94,8 @@ def test_one_rank_sums_in_g_forward_and_in_f_backward():
     figure, alt = f_and_g()
     assert alt.startswith(title_of(figure))
     words = [text.get_text() for text in figure.axes[0].texts]
-    forward, backward = (words.index(f"{kind} pass on rank r") for kind in ("forward", "backward"))
-    assert forward < words.index("g: all-reduce") < backward < words.index("f: all-reduce")
+    sums = words.index("g: all-reduce"), words.index("f: all-reduce")
+    assert sums[0] < words.index("backward pass on rank r") < sums[1]
 
 
 def test_overlap_is_told_as_measured_and_as_predicted():

@@ -694,9 +694,8 @@ def test_at_the_break_even_width_a_layer_communicates_as_long_as_it_computes(p):
 
 
 def test_published_models_are_wider_than_their_nvlink_needs():
-    models = megatron_widths()
-    assert list(models) == ["16B", "70B", "177B", "462B"]
-    for p, width in models.values():
+    assert [p for p, _ in megatron_widths().values()] == [4, 8, 8, 8]
+    for p, width in megatron_widths().values():
         assert width > break_even_hidden(p, H100.peak(), H100.links["NVLink"])
         assert width < break_even_hidden(p, H100.peak(), H100.links["PCIe 5"])
 
