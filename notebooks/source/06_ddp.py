@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 06 DDP: buckets and overlap
 #
-# In lesson 05, the ranks all-reduced the gradients after backward. But the gradients of the last
-# layers are complete long before backward ends. **How much of the communication can run during
-# backward, and how large should a message be?** You build the core of PyTorch's
-# `DistributedDataParallel` (DDP).
+# In lesson 05, the ranks all-reduced the gradients after backward, and nobody computed meanwhile.
+# But the gradients of the last layers are complete long before backward ends. **How much of the
+# communication can run during backward, and how large should a message be?** In this lesson you
+# build the core of PyTorch's `DistributedDataParallel` (DDP).
 #
 # *After this lesson you can*
 #
@@ -47,12 +47,13 @@ from course_lib.ranks import RankError, Ranks, record
 # %% [markdown]
 # ## 1 When is a gradient ready?
 #
-# Backward goes from the last layer to the first. After
-# `param.register_post_accumulate_grad_hook(f)`, PyTorch calls `f(param)` (with the *parameter*)
-# when this parameter's gradient is complete.
+# To send a gradient during backward, we have to know when it is complete. Backward goes from the
+# last layer to the first, and PyTorch can tell us: after
+# `param.register_post_accumulate_grad_hook(f)`, it calls `f(param)` (with the *parameter*) as soon
+# as the gradient of this parameter is complete.
 #
-# In our GPT the embedding and the output layer use the same matrix (they are *tied*). When is its
-# gradient ready?
+# In our GPT the embedding and the output layer use the same matrix (they are *tied*). One is the
+# first layer, the other the last. When is the gradient of this matrix ready?
 
 # %% tags=["predict"]
 guess_ready = predict("the gradient of the tied embedding is ready", choices=("first", "last"))
@@ -76,48 +77,49 @@ reveal(guess_ready, "last" if ready[-1] == "embedding.weight" else "first")
 show(*pictures.ready_order(registered, ready))
 
 # %% [markdown]
-# A matrix that is used twice has *one* gradient, which is complete when both uses have contributed.
-# For the other gradients, the *reverse order* of `parameters()` is a good guess; the true order
-# depends on the forward pass.
+# A matrix that is used twice has *one* gradient, the sum of two terms. It is complete when both
+# uses have contributed, and the embedding contributes last. For the other gradients, the *reverse
+# order* of `parameters()` is a good guess. The true order depends on the forward pass.
 #
 # **Most gradients are ready long before backward ends, roughly in reverse order of
 # `parameters()`.**
 #
 # ## 2 Buckets
 #
-# With one message per parameter, each pays the latency; a single message for all gradients cannot
-# be sent before backward ends. So gradients are sent in **buckets** (in PyTorch, 25 MiB by
-# default). No gradient is split: in our code, a gradient larger than a bucket is sent alone. How
-# many buckets does GPT-2 need, in float32?
-
-# %% tags=["predict"]
-with torch.device("meta"):  # shapes without memory
-    gpt2 = GPT(MODELS["gpt2"])
-sizes = [param.numel() * 4 for param in gpt2.parameters()]
-print(f"{sum(sizes) / 2**20:.0f} MiB, of which the embedding {sizes[0] / 2**20:.0f} MiB")
-guess_messages = predict("messages for GPT-2, in buckets of 25 MiB")
-### GUESS guess_messages.commit(20)
+# Now we know when to send, but not how much at a time. With one message per parameter, every
+# parameter pays the latency. A single message for all gradients pays it once, but cannot be sent
+# before backward ends. DDP takes the middle way and sends gradients in **buckets** (in PyTorch, 25
+# MiB by default). No gradient is split: in the course's code, a gradient that is larger than a
+# bucket is sent alone. The next cell fills buckets with the gradients of GPT-2 in float32.
 
 # %%
-buckets, MIB = packing.fill_buckets(sizes[::-1], 25 * 2**20), 2**20
-reveal(guess_messages, len(buckets))
+with torch.device("meta"):  # shapes without memory
+    gpt2 = GPT(MODELS["gpt2"])
+sizes, MIB = [param.numel() * 4 for param in gpt2.parameters()], 2**20
+print(f"{sum(sizes) / MIB:.0f} MiB, of which the embedding {sizes[0] / MIB:.0f} MiB")
+buckets = packing.fill_buckets(sizes[::-1], 25 * MIB)
 params = list(gpt2.parameters())[::-1]
 theirs, _ = dist._compute_bucket_assignment_by_size(params, [MIB, 25 * MIB])  # PyTorch's defaults
-for name, found in (("ours", buckets), ("PyTorch's", theirs)):
+for name, found in (("this course", buckets), ("PyTorch", theirs)):
     found_mib = [sum(sizes[::-1][i] for i in bucket) / MIB for bucket in found]
-    print(f"{name:9} {len(found)} buckets (MiB):", *(f"{mib:.0f}" for mib in found_mib))
+    print(f"{name:11} {len(found)} buckets (MiB):", *(f"{mib:.0f}" for mib in found_mib))
+
 
 # %% [markdown]
 # PyTorch (2.13, `distributed.py` and `reducer.cpp`) differs in two ways. By default, its *first*
 # bucket has a limit of 1 MiB, so that communication starts early. And it closes a bucket once the
-# size *reaches* the limit; our code closes it before the limit is exceeded. In both, the last
-# bucket contains the embedding, and no computation is left to hide its all-reduce.
+# size *reaches* the limit; the course's code closes it before the limit is exceeded. In both, the
+# last bucket contains the embedding. When it is full, no computation is left to hide its
+# all-reduce.
 #
-# ### Exercise 1: which bucket? (core, 15 minutes)
+# ### Exercise 1 (core): which bucket?
 #
-# Return the buckets in the order in which they fill up: go from the last parameter to the first,
-# and put as many into each bucket as fit into `bucket_bytes`. Frozen parameters get no gradient; a
-# tied parameter has a single gradient. About 8 lines.
+# *Difficulty 2 of 5, importance 4 of 5, about 15 minutes.*
+#
+# All messages of DDP follow this list. Return the buckets in the order in which they fill up: go
+# from the last parameter to the first, and put as many into each bucket as fit into `bucket_bytes`.
+# Example: with parameters of 4, 4, 8 and 20 bytes and a limit of 12, the buckets have 20, 8 + 4,
+# and 4 bytes. Frozen parameters get no gradient; a tied parameter has a single one. About 8 lines.
 #
 # <details><summary>Hint: a tied weight appears twice</summary>
 # <code>module.parameters()</code> lists every parameter once, even if it has several names.
@@ -151,10 +153,13 @@ check("ddp-1", assign_buckets)
 #
 # ## 3 Send now, wait later
 #
-# `dist.all_reduce(x, async_op=True)` starts the sum and returns a handle at once. With gloo, the
-# handle's `wait()` blocks until `x` holds the sum; with NCCL, by default only the current CUDA
-# stream waits, and the CPU goes on. Rank $r$ contributes $10^r$, and rank 0 divides `x` by four. If
-# no rank calls `wait()`, and rank 3 is late, is the mean on rank 0 right?
+# A full bucket should be sent while backward goes on. So the call that sends it must not wait for
+# the result: `dist.all_reduce(x, async_op=True)` starts the sum and returns a handle at once. With
+# gloo, the `wait()` of this handle blocks until `x` holds the sum. With NCCL, by default only the
+# current CUDA stream waits, and the CPU goes on.
+#
+# What happens if `wait()` is forgotten? Rank $r$ contributes $10^r$, and rank 0 divides `x` by
+# four. Rank 3 is late. Is the mean on rank 0 right?
 
 # %% tags=["predict"]
 guess_wait = predict("is the mean right on rank 0 without wait()?", choices=("yes", "no"))
@@ -177,16 +182,18 @@ print(f"rank 0 with wait(): {right[0]}, without: {wrong[0]}")
 reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 
 # %% [markdown]
-# Rank 0 divided its own number by four, and no error was raised.
+# Rank 0 divided its own number by four, before the sum had arrived. No error was raised: training
+# would go on with wrong gradients.
 #
-# ### Exercise 2: hook and finish (core, 25 minutes)
+# ### Exercise 2 (core): hook and finish
 #
-# In `on_grad`, send a bucket when *all* its gradients are complete, but never bucket $i$ before
-# bucket $i-1$: the ready order may differ between ranks. In `finish`, wait, and leave the mean in
-# every `param.grad`. `ready` is for parameters with a complete gradient, `in_flight` for sent
-# buckets. Budget: one all-reduce per bucket, in the dtype of its gradients. Your code must also
-# work with two models at once, and with a gradient that on one rank is zero, or transposed in
-# memory; inf and nan must stay as they are. About 15 lines.
+# *Difficulty 5 of 5, importance 5 of 5, about 25 minutes.*
+#
+# This is the core of DDP, in about 15 lines. In `on_grad`, send a bucket when *all* its gradients
+# are complete, but never bucket $i$ before bucket $i-1$: the ready order may differ between ranks.
+# In `finish`, wait, and leave the mean in every `param.grad`. `ready` is for parameters with a
+# complete gradient, `in_flight` for sent buckets. Example: gradients 1 and 3 on two ranks become 2.
+# Budget: one all-reduce per bucket, in the dtype of its gradients.
 #
 # <details><summary>Hint: the ranks make different calls</summary>
 # Send bucket <code>self.next</code>, not the bucket of this <code>param</code>; repeat while the
@@ -272,9 +279,10 @@ print("as one process, within 1e-12:", bool((together[0] - alone).abs().max() < 
 #
 # ## 4 Overlap on a clock
 #
-# On a GPU, NCCL's kernels run beside those of backward, on their own CUDA stream. (Both use
-# the GPU's SMs; our formulas ignore this.) Here, the same CPU cores would do both. So the layers
-# are *emulated*, like the link: gradients are real, but a layer sleeps instead of computing.
+# The numbers are right. Is a step also faster? On a GPU, NCCL's kernels run at the same time as
+# those of backward, on their own CUDA stream. (Both use the GPU's SMs; our formulas ignore this.)
+# On a laptop, the same CPU cores would have to do both. So the layers are *emulated*, like the
+# link: the gradients are real, but a layer sleeps instead of computing.
 
 # %% tags=["measured"]
 from course_lib.models import emulated_loss, emulated_model
@@ -295,27 +303,29 @@ wire_s = k * network.ring_all_reduce_s(n / k, 2, fast)
 print(f"compute {cost.compute_s * 1e3:.0f} ms, then {k} messages {wire_s * 1e3:.0f} ms")
 
 # %% [markdown]
-# How long is a step if each bucket is sent as soon as it is full?
-
-# %% tags=["predict"]
-guess_step = predict("a step with overlap, in 6 buckets, by formula", unit="ms")
-### GUESS guess_step.commit(130)
+# Without overlap, a step takes the sum of these two times. How long is it if each bucket is sent as
+# soon as it is full? The next cell computes it by the formula of exercise 3, and measures it.
 
 # %% tags=["picture", "measured"]
 runs = {late: {"bucket_bytes": n / k, "overlap": not late} for late in (True, False)}
 late, early = lab.measure_steps(pairs["80 MB/s"], build, emulated_loss, runs).values()
-reveal(guess_step, step_s(cost, n / k, 2, fast) * 1e3)
+print(f"with overlap, by formula: {step_s(cost, n / k, 2, fast) * 1e3:.0f} ms")
 claim("overlap makes the step faster", early.least_s < 0.9 * late.least_s)
 show(*pictures.overlap_on_the_clock(cost, n / k, fast, late, early))
 
 # %% [markdown]
-# In the prediction, only the last all-reduce is *exposed* (not hidden): when its bucket is full,
-# nothing is left to compute.
+# In the prediction, only the last all-reduce is *exposed*, that is, not hidden behind computation:
+# when its bucket is full, nothing is left to compute.
 #
-# ### Exercise 3: the time of a step (core, 15 minutes)
+# ### Exercise 3 (core): the time of a step
 #
-# When is a bucket *ready*, and when is the link *free*? You get the seconds of forward, of each
-# bucket's backward, and of each all-reduce. About 4 lines.
+# *Difficulty 2 of 5, importance 5 of 5, about 15 minutes.*
+#
+# This formula decides how large a bucket should be. You get the seconds of forward, and of each
+# bucket's backward and all-reduce. The link sends one bucket after another. When does the last
+# all-reduce end? Follow two times: when a bucket is *ready*, and when the link is *free*. Example:
+# with 1 s of forward, 2 and 2 s of backward, and 3 and 1 s of all-reduce, the step takes 7 s. About
+# 4 lines.
 #
 # <details><summary>Hint: which clock counts?</summary>
 # A bucket's all-reduce starts when the bucket is ready *and* the previous bucket has been reduced.
@@ -343,15 +353,18 @@ check("ddp-3", overlapped_step_s)
 #
 # ## 5 How many buckets?
 #
-# Take $k$ buckets with equal bytes and equal backward time. Each ring all-reduce takes
+# The last all-reduce is shorter if its bucket is smaller. Then why not use very many buckets? Take
+# $k$ buckets with equal bytes and equal backward time. Each ring all-reduce takes
 # $c = 2(p-1)(\alpha + \frac{n}{kp\beta})$, which on two ranks is $2\alpha + \frac{n}{k\beta}$. By
-# exercise 3 the step takes $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$. A single bucket hides
-# nothing; 24 buckets, one per layer, pay $48\alpha$. Which divisor of 24 is the best $k$ at 80
-# MB/s, and which at 20 MB/s, where the bytes alone take longer than backward?
+# exercise 3 the step takes $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$: the first bucket has
+# to fill, then the slower of computing and sending sets the pace, and the last all-reduce is
+# exposed.
+#
+# A single bucket hides nothing; 24 buckets, one per layer, pay $48\alpha$. The next cells try all
+# divisors of 24 as $k$, at 80 MB/s and at 20 MB/s. At 20 MB/s the bytes alone take longer than
+# backward. Which $k$ is best there?
 
 # %% tags=["predict"]
-guess_fast = predict("best number of buckets at 80 MB/s by formula, a divisor of 24")
-### GUESS guess_fast.commit(6)
 guess_slow = predict("best number of buckets at 20 MB/s by formula, a divisor of 24")
 ### GUESS guess_slow.commit(12)
 
@@ -361,14 +374,13 @@ sizes = [n // k for k in numbers]
 swept = lab.measure_sweeps(pairs, build, emulated_loss, sizes, turns=3)
 
 # %% tags=["picture", "measured"]
-for guess, (name, link) in zip((guess_fast, guess_slow), links.items(), strict=True):
+for name, link in links.items():
     best = n // best_bucket_bytes(cost, 2, link, sizes)
-    reveal(guess, best)
-    print(f"{name}: unrounded optimum {best_num_buckets(cost, 2, link):.1f}")
+    print(f"{name}: best {best} by formula; unrounded {best_num_buckets(cost, 2, link):.1f}")
     best_s, *ends_s = (swept[name][n // k].least_s for k in (best, 1, 24))
     claim(f"{name}: one bucket and 24 are both slower", best_s < min(ends_s))
+reveal(guess_slow, best)
 show(*pictures.sweep(cost, links, numbers, swept))
-
 
 # %% tags=["picture", "measured"]
 from course_lib.ddp.explorer import bucket_explorer
@@ -380,17 +392,20 @@ bucket_explorer(cost, links, swept)
 #
 # - **The network keeps up**, $c \le \frac{B}{k}$. Each bucket is reduced before the next is full,
 #   and only the last all-reduce is exposed: the step takes $F + B + c$, with
-#   $c = 2\alpha + \frac{n}{k\beta}$. It becomes shorter with more buckets, up to the limit
-#   $c = \frac{B}{k}$, which gives $k_1 = \frac{B - n/\beta}{2\alpha}$.
+#   $c = 2\alpha + \frac{n}{k\beta}$. More buckets make $c$ smaller and the step shorter, up to the
+#   limit $c = \frac{B}{k}$. Solved for $k$, this gives $k_1 = \frac{B - n/\beta}{2\alpha}$.
 # - **Buckets queue up**, $c \ge \frac{B}{k}$. From the first full bucket on, the link is busy: the
 #   step takes $F + \frac{B}{k} + kc = F + \frac{B}{k} + 2\alpha k + \frac{n}{\beta}$. More buckets
-#   start earlier, but pay more latencies. The derivative $-\frac{B}{k^2} + 2\alpha$ is zero at
-#   $k_2 = \sqrt{B / (2\alpha)}$, for any bandwidth.
+#   start earlier, but pay more latencies. The derivative by $k$, $-\frac{B}{k^2} + 2\alpha$, is
+#   zero at $k_2 = \sqrt{B / (2\alpha)}$, for any bandwidth.
 #
 # The second case begins at $k_1$ buckets. If $k_2 \le k_1$, the step becomes longer beyond $k_1$,
 # and $k_1$ is best. If $k_2 > k_1$ (for example, if $n/\beta$ exceeds $B$), the step becomes
 # shorter until $k_2$. So $k^* = \max(k_1, k_2)$, rounded up or down, and at least 1. (On $p$ ranks,
 # replace $2\alpha$ by $2(p-1)\alpha$, and $\frac{n}{\beta}$ by $\frac{2(p-1)}{p} \frac{n}{\beta}$.)
+#
+# So the slow network wants *fewer* buckets here. Once it has started, it is always busy, and every
+# further bucket adds a latency.
 #
 # **By formula, use as many buckets as the network keeps up with, but at least about
 # $\sqrt{B / (2(p-1)\alpha)}$ (on a ring). The higher the latency, the larger the best bucket.**
@@ -399,10 +414,12 @@ bucket_explorer(cost, links, swept)
 #
 # ## 6 Accumulate without communication
 #
-# With accumulation (lesson 02), gradients of several micro-batches add up on each rank, so one
-# all-reduce per bucket at the end is enough. Inside `with model.no_sync():` backward only
-# accumulates. Run the forward inside `no_sync()`, too: otherwise our DDP sends the buffers (such as
-# running means), and PyTorch's DDP sends the gradients.
+# So far each backward is followed by an optimizer step. With accumulation (lesson 02), gradients of
+# several micro-batches add up on each rank first. All-reducing after each of them would send the
+# same bytes several times, although one all-reduce per bucket at the end is enough. Inside
+# `with model.no_sync():` backward only accumulates. Run the forward inside `no_sync()`, too:
+# otherwise the course's DDP sends the buffers (such as running means), and PyTorch's DDP sends the
+# gradients.
 
 
 # %%
@@ -422,13 +439,15 @@ often, once = (ranks.run(sizes_sent, forget)[0] for forget in (True, False))
 print(f"{len(often)} messages, in all {sum(often)} bytes; no_sync {len(once)}, {sum(once)} bytes")
 
 # %% [markdown]
-# ### Exercise 4: send once (further, 15 minutes)
+# ### Exercise 4 (further): send once
 #
-# Every `param.grad` is None at first. At the end it must be the gradient of the mean over all
-# micro-batches *and* ranks; inf and nan must stay as they are. Each bucket is sent once, during the
-# last backward. Micro-batches have equal weights, even with different numbers of items. Keep one
-# autograd graph at a time (you need not delete the previous output). Do not change the batch, the
-# random state, or the model (mode, frozen parameters, hooks). About 6 lines.
+# *Difficulty 3 of 5, importance 3 of 5, about 15 minutes.*
+#
+# With this function a large batch fits into memory and costs the communication of a small one.
+# Leave in every `param.grad` (None at first) the gradient of the mean over all micro-batches *and*
+# ranks. Micro-batches have equal weights. Example: two micro-batches with the gradients 1 and 3 on
+# every rank give 2. Budget: each bucket is sent once, during the last backward, and only one
+# autograd graph is kept at a time. About 6 lines.
 #
 # <details><summary>Hint: right numbers, but no overlap</summary>
 # Inside <code>no_sync()</code> backward sends nothing. Run the last micro-batch outside of it.
@@ -457,8 +476,9 @@ check("ddp-4", accumulate)
 #
 # ## 7 A gradient that is never computed
 #
-# In a mixture of experts, a step's loss can be independent of a layer, whose hooks are then not
-# called. What happens to this layer's bucket?
+# A bucket is sent when all its gradients are complete. But some may never come: in a mixture of
+# experts, a step's loss can be independent of a layer, and the hooks of this layer are then not
+# called. What happens to its bucket?
 
 
 # %% tags=["failure", "raises-exception"]
@@ -478,14 +498,15 @@ pair = Ranks(2)
 pair.run(use_heads, which=[0, 0], find_unused=False)
 
 # %% [markdown]
-# The bucket would never be full, so our `finish` raises an error (in PyTorch, the next forward
-# does). With `find_unused=True`, a missing gradient counts as zero, and one small all-reduce finds
-# out which parameters at least one rank used.
+# The bucket would never be full, so the course's `finish` raises an error (in PyTorch, the next
+# forward does). With `find_unused=True`, a missing gradient counts as zero, and one small
+# all-reduce finds out which parameters at least one rank used.
 
 # %%
 for which in ([0, 1], [0, 0]):
     has = pair.run(use_heads, which, find_unused=True)[0]
     print(f"the ranks use heads {which}: on rank 0, head 0 and 1 have a gradient: {has}")
+
 
 # %% [markdown]
 # If at least one rank used a parameter, *all* ranks have its gradient, and take the same optimizer
@@ -495,9 +516,10 @@ for which in ([0, 1], [0, 0]):
 #
 # ## 8 Fewer bytes
 #
-# A **communication hook** can send something smaller instead of the bucket: `hook(flat, group)`
-# starts the communication in a process group, and returns an object whose `wait()` leaves the mean
-# in `flat`. Our `DDP` uses this one by default:
+# Overlap hides communication, but if the network is slow, some of it stays exposed. Then it can
+# help to send less. A **communication hook** sends something smaller instead of the bucket:
+# `hook(flat, group)` starts the communication in a process group, and returns an object whose
+# `wait()` leaves the mean in `flat`. The course's `DDP` uses this one by default:
 #
 # ```python
 # class Mean:
@@ -510,10 +532,14 @@ for which in ([0, 1], [0, 0]):
 #         self.flat.div_(self.p)
 # ```
 #
-# ### Exercise 5: half the bytes (further, 10 minutes)
+# ### Exercise 5 (further): half the bytes
 #
-# Send bfloat16. Start in `__init__`. In `wait`, write the mean into `flat`, which stays float32; it
-# must be the same on all ranks. Several buckets are in flight at once. About 4 lines.
+# *Difficulty 2 of 5, importance 3 of 5, about 10 minutes.*
+#
+# The simplest compression sends each gradient in bfloat16 instead of float32: a bucket of 25 MiB
+# becomes a message of 12.5 MiB. Start it in `__init__`. In `wait`, write the mean into `flat`,
+# which stays float32. Several buckets are in flight at once, each with its own object of this
+# class. About 4 lines.
 #
 # <details><summary>Hint: flat has not changed</summary>
 # <code>self.flat = ...</code> rebinds a name; <code>self.flat.copy_(...)</code> writes into the
@@ -543,15 +569,16 @@ class HalfTheBytes:
 check("ddp-5", HalfTheBytes)
 
 # %% [markdown]
-# **Top-k** (Aji and Heafield 2017) sends the numbers of a bucket that are largest in absolute
-# value, with their indices. Indices differ from rank to rank, so an all-reduce cannot add the
-# numbers. An all-gather sends both to all ranks; the bytes per rank grow with $p$.
+# Two other methods send much less:
+#
+# **Top-k** (Aji and Heafield 2017) sends the values of a bucket that are largest in absolute value,
+# with their indices. The indices differ from rank to rank, so an all-reduce cannot add the values.
+# Instead, an all-gather sends both to all ranks, and the bytes per rank grow with $p$.
 #
 # **PowerSGD** (Vogels et al. 2019) sends a matrix of low rank $r$ (rank as in linear algebra). It
 # approximates a gradient $M$ of size $a \times b$ by $P Q^T$, with $P$ of size $a \times r$ and $Q$
-# of size $b \times r$: $r(a + b)$ numbers instead of $ab$. One step of *power iteration* finds
-# them: compute $P = M Q$, orthonormalize its columns, compute $Q = M^T P$. Three things make this
-# work:
+# of size $b \times r$: $r(a + b)$ values instead of $ab$. One step of *power iteration* finds them:
+# compute $P = M Q$, orthonormalize its columns, compute $Q = M^T P$. Three things make this work:
 #
 # - $MQ$ and $M^T P$ are *linear* in $M$. With the same $Q$ on all ranks $i$,
 #   $\sum_i M_i Q = (\sum_i M_i)\,Q$, and likewise for $P$. So two all-reduces are enough.
@@ -619,46 +646,54 @@ reveal(guess_power, share["PowerSGD"])
 show(*pictures.delivered(num_steps, means, share))
 
 # %% [markdown]
-# Here weights and batch are fixed, so the mean of what top-k and PowerSGD have delivered approaches
-# the true gradient: error feedback delivers the missing part later. In training, the weights change
-# meanwhile. Top-k and PowerSGD need memory for residuals and time to compress;
-# they help only where communication is exposed.
+# In this experiment weights and batch are fixed, so the true gradient stays the same. The mean of
+# what top-k and PowerSGD have delivered approaches it, because error feedback delivers the missing
+# part later. In training, the weights change meanwhile. Top-k and PowerSGD also need memory for
+# residuals, and time to compress. So they help only where communication is exposed.
 #
 # **Compression saves bytes but makes gradients inexact; error feedback delivers the difference
 # later.**
 #
 # ## 9 The real thing
 #
-# PyTorch's DDP does the same in C++, without `finish()`. We run both with buckets of 2 MiB.
+# Does PyTorch do what we have built? Its DDP does it in C++, and needs no `finish()`. We run both
+# with buckets of 2 MiB.
 
 # %% tags=["measured"]
 from course_lib.ddp.beside_frameworks import backward_in_turns
 
 (ours, theirs), seen = pair.run(backward_in_turns, MODELS["small"])[0]
 print("gradients bit-equal:", all(map(torch.equal, ours, theirs)))
-for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
+for name, steps in zip(("this course", "PyTorch"), seen, strict=True):
     calls = [[e.num_bytes for e in step if e.kind == "all_reduce"] for step in steps]
     took_ms = 1e3 * median(e.duration_s for s in steps[2:] for e in s if e.kind == "compute")
     counts = f"messages in the first step {len(calls[0])}, then {len(calls[-1])}"
-    print(f"{name:9} {counts}; {sum(calls[-1])} bytes, {took_ms:.0f} ms a step")
+    print(f"{name:11} {counts}; {sum(calls[-1])} bytes, {took_ms:.0f} ms a step")
+
 
 # %% [markdown]
 # The gradients are equal bit for bit, because the order of two terms does not change their sum, and
-# dividing by 2 is exact. PyTorch closes a bucket later (section 2), so it sends fewer messages.
-# By default, it has a single bucket in its first step, then rebuilds its buckets in ready order.
+# dividing by 2 is exact. PyTorch closes a bucket later (section 2), so it sends fewer messages. By
+# default, it has a single bucket in its first step, then rebuilds its buckets in ready order.
 #
-# ### Exercise 6: what does the trace say? (core, 15 minutes)
+# On a real cluster, how do you see what is exposed? A *trace* of a job (JSON for
+# https://ui.perfetto.dev) comes from PyTorch's profiler or from `course trace`. In the course's
+# traces, each box has a kind `cat`, a start `ts` and a duration `dur` (in µs), and the rank as
+# `pid`.
 #
-# A *trace* of a job (JSON for https://ui.perfetto.dev) comes from PyTorch's profiler or
-# `course trace`. In ours, a box has a kind `cat`, a start `ts` and a duration `dur` (in µs), and
-# the rank as `pid`. Return the seconds in which one rank communicates (`COMMUNICATION_KINDS`) and
-# does not compute (`COMPUTE_KINDS`). Boxes overlap, and one can lie inside another: a `wait` inside
-# a `backward` is not computing. About 6 lines.
+# ### Exercise 6 (core): what does the trace say?
+#
+# *Difficulty 4 of 5, importance 4 of 5, about 15 minutes.*
+#
+# Exposed communication is what buckets, overlap or compression could still save. Return the seconds
+# in which one rank communicates (`COMMUNICATION_KINDS`) and does not compute (`COMPUTE_KINDS`).
+# Boxes overlap, and one can lie inside another: a `wait` inside a `backward` is not computing.
+# Example: if a `backward` takes the µs 0 to 10 and an `all_reduce` 6 to 14, 4 µs are exposed. About
+# 6 lines.
 #
 # <details><summary>Hint: where to cut</summary>
 # Sort all starts and ends. Between two neighbors nothing changes.
 # </details>
-
 
 # %% tags=["exercise"] exercise="ddp-6"
 from itertools import pairwise
@@ -687,8 +722,8 @@ check("ddp-6", exposed_in)
 # %% [markdown]
 # ## 10 One batch more
 #
-# **Break it.** Four ranks train, but the data was not divided evenly: rank 2 has four batches, the
-# others three. Which rank hangs?
+# All ranks have made the same calls so far. **Break it:** four ranks train, but the data was not
+# divided evenly. Rank 2 has four batches, the others have three. Which rank hangs?
 
 # %% tags=["predict"]
 guess_hang = predict("which rank hangs?", choices=("rank 2", "the others", "nobody"))
@@ -710,18 +745,19 @@ except RankError as hang:
     show(waiting(hang.waits, 4), alt="rank 2 waits for the other ranks, which have returned")
     raise
 
+
 # %% [markdown]
-# Rank 2 waits in `finish()`; the report shows where its call began. No call is wrong. So all
-# ranks must take the *same number of steps*: the sampler of lesson 05 repeats items, or a rank
-# without data takes part with a loss of weight 0.
+# Rank 2 waits in `finish()` for the others, which have no batch left; the report shows where its
+# call began. No single call is wrong. So all ranks must take the *same number of steps*: the
+# sampler of lesson 05 repeats items, or a rank without data takes part with a loss of weight 0.
 #
 # **Every rank takes part in every step, with every bucket, in the same order.**
 #
 # ## What to keep
 #
 # - Send gradients in the hook, when they are ready; wait in `finish`.
-# - By formula, use as many buckets as the network keeps up with, or $\sqrt{B / (2(p-1)\alpha)}$
-#   if that is more.
+# - By formula, use as many buckets as the network keeps up with, or $\sqrt{B / (2(p-1)\alpha)}$ if
+#   that is more.
 # - If you compress, count the bytes, and check the gradient.
 #
 # ## Read on
