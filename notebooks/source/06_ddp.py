@@ -404,8 +404,8 @@ bucket_explorer(cost, links, swept)
 # shorter until $k_2$. So $k^* = \max(k_1, k_2)$, rounded up or down, and at least 1. (On $p$ ranks,
 # replace $2\alpha$ by $2(p-1)\alpha$, and $\frac{n}{\beta}$ by $\frac{2(p-1)}{p} \frac{n}{\beta}$.)
 #
-# So the slow network wants *fewer* buckets here. Once it has started, it is always busy, and every
-# further bucket adds a latency.
+# So a network that keeps up can want *more* buckets than a slow one. The slow one is always busy
+# once it has started, and every further bucket adds a latency.
 #
 # **By formula, use as many buckets as the network keeps up with, but at least about
 # $\sqrt{B / (2(p-1)\alpha)}$ (on a ring). The higher the latency, the larger the best bucket.**
