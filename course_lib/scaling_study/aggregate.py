@@ -110,14 +110,12 @@ class Experiment:
 class Comparison:
     """An experiment compared with the run of one rank on the same model and batch.
 
-    overhead_percent     how much longer a step takes: (T_multi / T_single - 1) * 100
-    throughput_factor    how many times as many tokens a second
-    efficiency_percent   that factor in per cent of the number of ranks
+    speed_up             how many times as many tokens a second
+    efficiency_percent   that speed-up in per cent of the number of ranks
     *_memory_factor      mean, sum and peak of the bytes, as multiples of the one rank's
     """
 
-    overhead_percent: float
-    throughput_factor: float
+    speed_up: float
     efficiency_percent: float
     mean_memory_factor: float | None
     sum_memory_factor: float | None
@@ -191,8 +189,7 @@ def against(experiment: Experiment, baseline: Experiment) -> Comparison:
     """Compare an experiment with the run of one rank; a step of both is the same batch."""
     factor = experiment.tokens_per_s / baseline.tokens_per_s
     return Comparison(
-        overhead_percent=(experiment.step_s / baseline.step_s - 1) * 100,
-        throughput_factor=factor,
+        speed_up=factor,
         efficiency_percent=factor / experiment.run.ranks * 100,
         mean_memory_factor=_ratio(experiment.mean_bytes, baseline.mean_bytes),
         sum_memory_factor=_ratio(experiment.sum_bytes, baseline.sum_bytes),

@@ -1,14 +1,9 @@
-"""Tools of notebook 13_scaling_study: an emulated device, planned runs, a broken script, findings.
+"""Tools of notebook 13_scaling_study: an emulated device, links, a broken script.
 
 The device has a clock of its own, so that what it shows is the same on every machine.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-
 from course_lib.core.errors import CourseError
-from course_lib.cost import published
 
 LAUNCH_S = 1e-5
 
@@ -48,25 +43,6 @@ class EmulatedDevice:
         self._free_s = max(self._free_s, self._now_s) + takes_s
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """A run before it is submitted: the resources it occupies, and for how long."""
-
-    nodes: int = 1
-    gpus_per_node: int
-    start_s: float
-    steps: int
-    step_s: float
-
-
-# efficiency in per cent that the PCIe study of the lesson measured on two GPUs, about
-PUBLISHED: Mapping[str, float] = MappingProxyType({"ddp": 80.0, "zero1": 80.0, "tp": 60.0})
-H100_TOKENS_PER_S: Mapping[int, float] = MappingProxyType(published.playbook_data_parallel())
-H100_BATCH = 256 * 4096
-H100_SOURCE = (
-    "Tazi et al. 2025, The Ultra-Scale Playbook, benchmark runs: data parallelism, 1.3 billion "
-    "parameters, 256 sequences of 4096 tokens, in micro-batches of 1"
-)
 # made up for the lesson, in the words of `nvidia-smi topo -m`: two pairs on two sockets
 EXAMPLE_LINKS = (
     ("X", "PIX", "SYS", "SYS"),

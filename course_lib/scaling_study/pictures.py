@@ -13,9 +13,7 @@ from course_lib.display.losses import descents, losses
 from course_lib.display.memory import memory
 from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.scaling_study.aggregate import GOOD, STATES, Comparison
-from course_lib.scaling_study.amdahl import StrongScaling
-from course_lib.scaling_study.curves import SMOOTHED, agreeing_digits, smooth, spread, steps_to
-from course_lib.scaling_study.lab import H100_BATCH, H100_SOURCE, H100_TOKENS_PER_S
+from course_lib.scaling_study.curves import SMOOTHED, smooth, spread, steps_to
 from course_lib.scaling_study.prediction import states_of
 from course_lib.scaling_study.report import name_of
 from course_lib.scaling_study.results import Result, Results, in_order
@@ -41,43 +39,25 @@ def throughput(results: Sequence[Result], name: str) -> _Picture | None:
 
 
 def efficiency(results: Sequence[Result], name: str) -> _Picture | None:
-    """Draw the scaling efficiency, throughput factor divided by ranks; about 80 % is good."""
+    """Draw the scaling efficiency, speed-up divided by ranks; about 80 % is good."""
     pairs = _compared(results, lambda beside: beside.efficiency_percent, lambda f, p: f / p * 100)
     if not pairs:
         return None
     good = sum((pair.measured or 0) >= GOOD for pair in pairs)
     title = f"{name}: {good} of {len(pairs)} runs reach an efficiency of {GOOD} %"
-    return efficiency_bars(pairs, title), f"{title}."
-
-
-def efficiency_bars(pairs: Sequence[Pair], title: str, note: str = "") -> Figure:
-    """Draw pairs of efficiencies in per cent, with the ideal as a line."""
-    return paired_bars(
+    figure = paired_bars(
         pairs,
         title,
         x_label="efficiency (% of one rank's throughput, per rank)",
         words="{:.0f}".format,
         limit=100,
         limit_words="ideal",
-        note=note,
     )
-
-
-def overhead(results: Sequence[Result], name: str) -> _Picture | None:
-    """Draw how much longer a step takes than on one rank, in per cent; negative is shorter."""
-    pairs = _compared(
-        results, lambda beside: beside.overhead_percent, lambda f, _: (1 / f - 1) * 100
-    )
-    if not pairs:
-        return None
-    slower = sum((pair.measured or 0) > 0 for pair in pairs)
-    title = f"{name}: in {slower} of {len(pairs)} runs a step takes longer than on one rank"
-    x_label = "relative overhead of a step (%)"
-    return paired_bars(pairs, title, x_label=x_label, words="{:+.0f}".format), f"{title}."
+    return figure, f"{title}."
 
 
 def peak_memory(results: Sequence[Result], name: str) -> _Picture | None:
-    """Draw the peak memory of any rank beside the prediction."""
+    """Draw the peak memory of any rank; on GPUs beside the prediction."""
     known = [result for result in results if result.experiment.peak_bytes is not None]
     if not known:
         return None
@@ -88,7 +68,7 @@ def peak_memory(results: Sequence[Result], name: str) -> _Picture | None:
         Pair(
             name=_line(result),
             measured=(result.experiment.peak_bytes or 0) / unit,
-            predicted=result.prediction.peak_bytes / unit,
+            predicted=_tensor_peak(result, unit),
         )
         for result in in_order(known)
     ]
@@ -171,29 +151,6 @@ def step_times(records: Sequence[RunRecord]) -> _Picture:
     return figure, f"{title}, {first:.0f} ms; later ones vary"
 
 
-def digits_of_losses(right: Sequence[float], runs: Mapping[str, Sequence[float]]) -> _Picture:
-    """Draw to how many digits the losses of a correct and of a wrong run agree with one process.
-
-    right   losses of the run on one process
-    runs    losses of the correct run, then of the wrong one
-    """
-    digits = {name: agreeing_digits(losses, right) for name, losses in runs.items()}
-    (good, found), (bad, wrong) = digits.items()
-    title = (
-        f"Digits of the loss that agree: {good} {min(found):.1f} or more, "
-        f"{bad} {max(wrong):.1f} or less"
-    )
-    figure = compare(
-        range(1, len(right) + 1),
-        {name: Voices(measurement=each) for name, each in digits.items()},
-        title,
-        x_label="step",
-        y_label="digits that agree with one process",
-    )
-    apart = "far apart from step 1 on" if max(wrong) < min(found) else "not far apart in all steps"
-    return figure, f"{title}; {apart}"
-
-
 def convergence(results: Results) -> _Picture | None:
     """Draw losses of one model as the batch grows and the warm-up shrinks: which falls first?"""
     found = [one for one in in_order(results.judged()) if one.experiment.run.warmup]
@@ -218,39 +175,7 @@ def convergence(results: Results) -> _Picture | None:
     return descents(curves, title, target=whole[-1], target_words=words, note=note), f"{title}."
 
 
-def published_scaling() -> _Picture:
-    """Draw published throughput per GPU of a fixed batch, and the split fitted to two of the runs.
-
-    The unit of the fit is a node of 8 GPUs: what 16 GPUs are to one rank, 32 are to two.
-    """
-    step_s = {gpus: H100_BATCH / (gpus * rate) for gpus, rate in H100_TOKENS_PER_S.items()}
-    split = StrongScaling.of(step_s[16], 2, step_s[32])
-
-    def fitted(gpus: float) -> float:
-        return H100_BATCH / gpus / (split.fixed_s + split.shared_s * 16 / gpus) / 1e3
-
-    off = 100 * (H100_TOKENS_PER_S[128] / 1e3 / fitted(128) - 1)
-    off_256 = 100 * (H100_TOKENS_PER_S[256] / 1e3 / fitted(256) - 1)
-    title = (
-        f"Throughput against a fit to 16 and 32 GPUs: {off:+.0f} % on 128, {off_256:+.0f} % on 256"
-    )
-    gpus = [*H100_TOKENS_PER_S]
-    rates = [rate / 1e3 for rate in H100_TOKENS_PER_S.values()]
-    voices = Voices(formula=[fitted(number) for number in gpus], published=(gpus, rates))
-    figure = compare(
-        gpus,
-        voices,
-        title,
-        x_label="H100 GPUs",
-        y_label="throughput (thousand tokens/s per GPU)",
-        log_x=True,
-        source=H100_SOURCE,
-        names={"formula": "fixed + shared / p, fitted to the runs on 16 and 32 GPUs"},
-    )
-    return figure, f"{title}; {rates[0]:.0f} thousand tokens/s per GPU on 8, {rates[-1]:.0f} on 256"
-
-
-BY_SET: tuple[Draw, ...] = (throughput, efficiency, overhead, peak_memory, states, loss_curves)
+BY_SET: tuple[Draw, ...] = (throughput, efficiency, peak_memory, states, loss_curves)
 OF_ALL = (convergence, topology)
 
 
@@ -268,7 +193,7 @@ def _compared(
 ) -> list[Pair]:
     """Return a pair for each run of several ranks, with the run of one rank beside it.
 
-    predicted   from the throughput factor that the cost model says, and the number of ranks
+    predicted   from the speed-up that the cost model says, and the number of ranks
     """
     return [
         Pair(
@@ -294,6 +219,12 @@ def _line(result: Result) -> str:
 def _unless_alone(result: Result, value: float) -> float | None:
     """Return the prediction, but for the run of one rank from which its speed was taken."""
     return None if result.experiment is result.baseline else value
+
+
+def _tensor_peak(result: Result, unit: int) -> float | None:
+    """Return the predicted peak of a GPU: a CPU process also grows by libraries and caches."""
+    told = result.prediction
+    return None if told.machine.cores is not None else told.peak_bytes / unit
 
 
 def _ideal(result: Result) -> float | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from course_lib.core.recipes import FP32, PURE_BF16, Recipe
 from course_lib.core.records import MEMORY_KINDS, Ledger
-from course_lib.cost.flops import six_n_d, train_step_flop
+from course_lib.cost.flops import train_step_flop
 from course_lib.cost.params import count_params, layer_params, params_on_rank
 from course_lib.cost.traffic import traffic_s
 from course_lib.ddp.cost import StepCost, exposed_s, ready_by_share
@@ -122,17 +122,6 @@ def fit_machine(machine: Machine, baseline: Experiment) -> Machine:
     rest_s = told.optimizer_s + told.host_s
     compute_s = max(baseline.step_s - rest_s, baseline.step_s / 10)
     return replace(machine, reached=machine.reached * told.compute_s / compute_s)
-
-
-def six_nd_share(run: StudyRun) -> float:
-    """Return 6ND as a share of the FLOP of a step, which counts every matrix product.
-
-    6ND has no attention scores, but counts an embedding's lookup as if it were a product.
-
-    Source: Kaplan et al. 2020, section 2.1
-    """
-    counted = train_step_flop(run.spec, run.global_batch, run.seq)
-    return six_n_d(count_params(run.spec), run.global_batch * run.seq) / counted
 
 
 def hours(predictions: Iterable[PredictedRun]) -> tuple[float, float]:

@@ -17,9 +17,8 @@ HEADERS = (
     "step",
     "predicted",
     "tokens/s",
-    "factor",
+    "speed-up",
     "efficiency",
-    "overhead",
     "TFLOP/s",
     "peak per rank",
     "predicted",
@@ -28,8 +27,8 @@ HEADERS = (
     "last loss",
 )
 EFFICIENCY = HEADERS.index("efficiency")
-SPEED = (0, 1, 2, 3, 4, 5, 6, 7)
-MEMORY = (0, 1, 8, 9, 10, 11, 12, 13)
+SPEED = (0, 1, 2, 3, 4, 5, 6)
+MEMORY = (0, 1, 7, 8, 9, 10, 11, 12)
 
 
 def name_of(run: StudyRun) -> str:
@@ -52,12 +51,11 @@ def cells_of(result: Result) -> list[str]:
         format_seconds(experiment.step_s),
         "" if alone else format_seconds(told.step_s),
         f"{experiment.tokens_per_s:,.0f}",
-        f"{beside.throughput_factor:.2f}" if beside else "",
+        f"{beside.speed_up:.2f}" if beside else "",
         f"{beside.efficiency_percent:.0f} %" if beside else "",
-        f"{beside.overhead_percent:+.0f} %" if beside else "",
         f"{experiment.rank_flop_per_s / 1e12:.3g}",
         "" if peak is None else format_bytes(peak),
-        format_bytes(told.peak_bytes),
+        "" if told.machine.cores is not None else format_bytes(told.peak_bytes),
         "" if factor is None else f"{factor:.2f}",
         "" if experiment.utilisation is None else f"{100 * experiment.utilisation:.0f} %",
         f"{experiment.losses[-1]:.4f}" if experiment.losses else "",
@@ -102,15 +100,16 @@ def notes(results: Results) -> list[str]:
     machines = {_machine_words(result) for result in results.judged()}
     said += [f"Made on {' and on '.join(sorted(machines))}."]
     said += [
-        "The first quarter of the steps is warm-up and left out. Factor, efficiency and overhead "
-        "compare with the run of one rank on the same batch. The prediction takes its speed of "
+        "The first quarter of the steps is warm-up and left out. Speed-up and efficiency compare "
+        "with the run of one rank on the same batch. The prediction takes its speed of "
         "computing from that run, and only the splitting from formulas. TFLOP/s are per rank. "
         "Utilized is the share of the time in which a rank's core or GPU was busy."
     ]
     if any(result.prediction.machine.cores is not None for result in results.judged()):
         said.append(
-            "On a CPU the peak is what a process has grown by, libraries included; the prediction "
-            "counts tensors only. Ranks share the cores: no speed-up exceeds the number of cores."
+            "On a CPU the peak is what a process has grown by, libraries included: a prediction "
+            "of tensors is no match for it. Ranks share the cores, so these speed-ups say nothing "
+            "about GPUs."
         )
     shares = {_share(result) for result in results.judged() if result.experiment is result.baseline}
     if (least := min(shares, default=1.0)) < BUSY:
@@ -121,7 +120,7 @@ def notes(results: Results) -> list[str]:
         )
     alone = sum(result.baseline is None for result in results.judged())
     if alone:
-        said.append(f"{alone} runs have no run of one rank beside them, and no factors.")
+        said.append(f"{alone} runs have no run of one rank beside them, and no speed-up.")
     left_out = [f"Left out: {where}: {why}" for where, why in results.left_out.items()]
     return [*said, *left_out]
 

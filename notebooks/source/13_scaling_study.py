@@ -1,157 +1,214 @@
 # %% [markdown]
-# # 13 Scaling study: what did splitting gain?
+# # 13 Scaling study: was it worth using more GPUs?
 #
-# **How much faster does splitting make a training, and which measured numbers can you trust?**
+# **How much faster does a training become with more GPUs, and which measured numbers can you
+# trust?**
 #
 # *After this lesson you can*
 #
-# - summarize the records of many ranks in one line of a table;
-# - compute, from two runs, up to how many ranks a batch stays efficient;
-# - explain where measurement and prediction differ;
-# - compute the cost of a study before it runs.
+# - find in a table of real runs what limits data parallelism, tensor parallelism and small
+#   micro-batches;
+# - fit a law with two parts to a few runs, predict other runs, and say how wrong it is;
+# - recognize runs that you should not trust, and baselines that flatter;
+# - measure a training step correctly, and plan a study on a cluster.
 #
-# **Prerequisites:** lessons 04, 06 and 09; 07 and 08 help. **Time:** about 75 minutes of reading
-# and running, 75 of exercises. The break is after section 4. Exercises 1 to 3 are *core*, 4 and 5
-# go *further*.
+# **Prerequisites:** lessons 04, 06, 07 and 09; 08 and 12 help. **Time:** about 80 minutes of
+# reading and running, 45 of exercises. The break is after section 6. All three exercises are
+# *core*.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $p$ | `run.ranks` | ranks of a run |
-# | $T_1$, $T_p$ | `step_s` | seconds of a step, on one rank and on $p$ |
-# | throughput | `tokens_per_s` | tokens per second, all ranks together |
-# | overhead | `overhead_percent` | $(T_p / T_1 - 1) \cdot 100$; negative if splitting is faster |
-# | factor | `throughput_factor` | throughput on $p$ ranks divided by the throughput on one |
-# | efficiency | `efficiency_percent` | $\text{factor} / p \cdot 100 = T_1 / (p\,T_p) \cdot 100$ |
-# | $N$, $D$ | | parameters of a model, tokens in a step |
+# | $n$ | `run.nodes` | nodes of 8 GPUs |
+# | $T_n$ | `run.step_s` | seconds of a step on $n$ nodes |
+# | throughput | `tokens_per_s_per_gpu` | tokens per second; here per GPU |
+# | speed-up | | $T_1 / T_n$: how many times faster than on one node |
+# | efficiency | | $T_1 / (n\,T_n)$: speed-up divided by the number of nodes |
+# | $f$, $s$ | `law.fixed_s`, `law.shared_s` | seconds that the nodes do not share; that they share |
 #
-# *The PCIe study* is an unpublished report of 2025 that measured DP, TP, PP and ZeRO on one to four
-# GPUs over PCIe. Our cluster study (section 5) uses its models.
+# All definitions hold in the same way for ranks in place of nodes.
 
 # %%
 # %load_ext course_lib.ranks
 import math
 import tempfile
 from pathlib import Path
+from statistics import median
 
 from course_lib.checks import check
-from course_lib.jobs.profile import read_profile
 from course_lib.core.records import read_runs
+from course_lib.core.units import GIB
 from course_lib.display import claim, predict, reveal, show
+from course_lib.jobs.profile import read_profile
 from course_lib.ranks import Ranks
-from course_lib.scaling_study import lab, pictures
-from course_lib.scaling_study.aggregate import against, aggregate
+from course_lib.scaling_study import lab, pictures, playbook, playbook_pictures
+from course_lib.scaling_study.aggregate import aggregate
 from course_lib.scaling_study.costing import cost_study
 from course_lib.scaling_study.plan import find_study
-from course_lib.scaling_study.results import in_order, sample_results
+from course_lib.scaling_study.results import own_or_sample, sample_results
 from course_lib.scaling_study.run_local import run_all
 
 # %% [markdown]
-# ## 1 What a run leaves
+# ## 1 A table of real runs
 #
-# A study is a list of runs; each has a model, a strategy and a number of ranks. Compare runs with
-# the *same* global batch, divided among the copies of the model. The smallest part of the laptop
-# study is one run on one rank and one run on two ranks, which communicate once per step. What is
-# the throughput of two ranks, divided by that of one?
+# The earlier lessons said what each method *should* cost. A laptop cannot test such claims, because
+# its ranks share two or four cores and its messages never leave the memory. So this lesson begins
+# with runs that somebody else has paid for. For the Ultra-Scale Playbook, Tazi et al. (2025)
+# started the same training with many combinations of DP, TP, PP, ZeRO and micro-batch size. They
+# used two models (1B and 8B), on 1 to 64 nodes of 8 H100 GPUs. Nearly all runs have the same global
+# batch: 256 sequences of 4,096 tokens.
+#
+# The authors did not filter the grid first: it contains every combination that divides the batch.
+# Which share of the runs ended without a result?
 
 # %% tags=["predict"]
-folder = Path(tempfile.mkdtemp()) / "study-laptop"
-costing = cost_study(find_study("laptop").only(models=["tiny"]), read_profile("laptop"), folder)
-for run in costing.study.runs:
-    print(f"{run.label}, {run.ranks} rank(s): {run.steps} steps of {run.tokens_a_step} tokens")
-guess_two = predict("throughput of two ranks, as a multiple of one rank's")
-### GUESS guess_two.commit(1.7)
+runs = playbook.playbook_runs()
+print(f"{len(runs):,} runs; this is one of them:")
+print(runs[0])
+guess_failed = predict("runs that failed", unit="%")
+### GUESS guess_failed.commit(10)
 
-# %% tags=["measured"]
-on_paper = [one.tokens_per_s for one in costing.predictions]
-run_all(costing)  # what `course study run laptop --model tiny` calls
-records = read_runs(folder)
-two, one = (aggregate([r for r in records if r.world_size == n]) for n in (2, 1))
-reveal(guess_two, two.tokens_per_s / one.tokens_per_s)
-print(f"the cost model said {on_paper[1] / on_paper[0]:.2f}, before it had seen your runs")
-print(f"a line of a record: {records[-1].steps[0]}")
-
-# %% [markdown]
-# Each rank wrote one file: a description of the run and the machine, and a line for each step.
-
-# %% tags=["picture", "measured"]
-from statistics import median
-
-alone_s = [step["end_s"] - step["start_s"] for step in records[-1].steps]
-show(*pictures.step_times(records))
-claim("the first step is a slow one", alone_s[0] > median(alone_s))
-with_warmup = one.run.tokens_a_step * len(alone_s) / sum(alone_s)
-print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {with_warmup:,.0f}")
+# %%
+failed = [run for run in runs if run.failed]
+reveal(guess_failed, 100 * len(failed) / len(runs))
+print("share of failed runs   " + "".join(f"{nodes:>5}" for nodes in (1, 2, 4, 8, 16, 32, 64)))
+for model in ("1B", "8B"):
+    shares = []
+    for nodes in (1, 2, 4, 8, 16, 32, 64):
+        here = [run.failed for run in runs if (run.model, run.nodes) == (model, nodes)]
+        shares.append(f"{100 * sum(here) / len(here):4.0f}%")
+    print(f"{model}, by nodes           " + "".join(shares))
+print("the cost model of lesson 12 on the failed runs:", playbook.why_failed(runs))
 
 # %% [markdown]
-# First steps are often slow, because they allocate memory, start threads and fill caches. The study
-# leaves out the first quarter of the steps as **warm-up**. The other steps vary, so a single
-# step says little.
+# The table calls these runs `crashed_or_oom` and does not say which of the two happened. Memory
+# explains most of them. The 8B model fails often on one node, where few GPUs share the model
+# states, and rarely on 64 nodes. For about six failed runs in ten, the cost model of lesson 12
+# predicts more than the 80 GiB of an H100. Other runs ask for more pipeline stages than the model
+# has layers. The last group should have fitted: there the prediction may be too low, or the run
+# crashed for another reason.
 #
-# ### Exercise 1 (core): from ranks to a run
+# Why does this matter for a study of speed? Because the runs that you *can* compare are those that
+# survived. If you average over all runs on 2 nodes and over all runs on 32 nodes, you compare two
+# different sets of configurations.
 #
-# Summarize `records` (already sorted by rank) in a dictionary. Do not change the records.
+# **A table of measurements contains only the runs that worked. Before you average, ask which runs
+# are missing, and why.**
 #
-# - `time_s`: add up each rank's step times, and take the largest sum.
-# - `num_tokens`: count the tokens of each copy of the model once. A copy has `tp * pp` consecutive
-#   ranks, tp innermost. Take the largest number in its last *stage*, because some of its `tp` ranks
-#   may report 0.
-# - `mean_bytes`, `sum_bytes`: compute the mean of each rank's `memory_bytes`; return the mean and
-#   the sum of these means.
-# - `peak_bytes`: the largest peak of any rank.
+# ## 2 Data parallelism: the same batch on more nodes
 #
-# A step has `start_s`, `end_s`, `num_tokens`, `memory_bytes`; the peak is in
-# `record.run["memory"]["peak"]`. The first `warmup` steps of each rank do not count, except for the
-# peak. Ranks may differ in their numbers of steps. About 12 lines, 15 minutes.
+# To avoid that trap, we follow *one* configuration while only the number of nodes changes. We begin
+# with the simplest one: plain data parallelism, the 1B model, and micro-batches of one sequence.
+# The batch stays at 256 sequences, so each GPU gets fewer of them as nodes are added. This is
+# **strong scaling**. (In *weak scaling*, the batch grows with the number of nodes. Its efficiency
+# is usually higher, but the training is a different one: see section 9.)
 #
-# <details><summary>Hint: your tokens are right for DP, but too many for TP</summary>
-# One copy has <code>tp * pp</code> ranks. For each copy, take the largest of its last
-# <code>tp</code> numbers; then sum over copies.
+# On one node, a GPU processes 32 sequences per step; on 32 nodes, it processes one. What is the
+# efficiency on 32 nodes, compared with one node?
+
+# %% tags=["predict"]
+dp = playbook.series("1B")
+for nodes, run in dp.items():
+    print(f"{nodes:2} nodes: {run.num_micro_batches:2} micro-batches per GPU and step")
+guess_dp = predict("efficiency of DP on 32 nodes", unit="%")
+### GUESS guess_dp.commit(80)
+
+# %% tags=["picture"]
+reveal(guess_dp, 100 * dp[1].step_s / (32 * dp[32].step_s))
+show(*playbook_pictures.strong_scaling())
+
+# %% [markdown]
+# Up to four nodes, about a tenth of the throughput is lost; on 32 nodes, more than half. The reason
+# is what each GPU does in a step. Its computing shrinks with its number of micro-batches. Its
+# all-reduce does not shrink: lesson 04 showed that a rank of a ring sends
+# $2\,\frac{p-1}{p}$ times the bytes of the gradients, which is almost the same for 8 and for 256
+# ranks. Backward can hide a part of this message, but only the backward pass of the *last*
+# micro-batch, because gradients are complete only then (lesson 06). So the exposed communication
+# stays about constant while the computing around it becomes shorter.
+#
+# ### Exercise 1 (core): efficiency from a table
+#
+# *Difficulty 2 of 5, importance 4 of 5, about 15 minutes, about 6 lines.*
+#
+# Return the efficiency of each run, in per cent and in the order of `runs`. Compare each run with
+# the *base* of its work: among the runs with the same `model`, `batch` and `seq`, the base is the
+# one with the fewest `nodes`; if several have so few, it is the fastest of them. The efficiency is
+# nodes times `step_s` of the base, divided by nodes times `step_s` of the run. Example: 12 s on 1
+# node and 4 s on 4 nodes give 100 and 75. You need this to compare configurations fairly.
+#
+# <details><summary>Hint: how to find the base</summary>
+# <code>min(..., key=lambda one: (one.nodes, one.step_s))</code> compares nodes first, then seconds.
 # </details>
 
 
 # %% tags=["exercise"] exercise="scaling_study-1"
-def experiment_of(records, tp, pp, warmup):
-    """A dictionary with time_s, num_tokens, mean_bytes, sum_bytes, peak_bytes."""
-    ### BEGIN SOLUTION: steps after warm-up; totals of each rank; then of all
-    steps = [record.steps[warmup:] for record in records]
-    times = [sum(step["end_s"] - step["start_s"] for step in mine) for mine in steps]
-    tokens = [sum(step["num_tokens"] for step in mine) for mine in steps]
-    means = [sum(step["memory_bytes"] for step in mine) / len(mine) for mine in steps]
-    peaks = [record.run["memory"]["peak"] for record in records]
-    ends = range(tp * pp, len(tokens) + 1, tp * pp)  # where each copy of the model ends
-    return {
-        "time_s": max(times),
-        "num_tokens": sum(max(tokens[end - tp : end]) for end in ends),
-        "mean_bytes": sum(means) / len(means),
-        "sum_bytes": sum(means),
-        "peak_bytes": max(peaks),
-    }
+def efficiency(runs):
+    """The efficiency of each run in per cent of the base with the same work."""
+    ### BEGIN SOLUTION: what is the same work? the base of each run; then a ratio
+    def work(run):
+        return run.model, run.batch, run.seq
+
+    percents = []
+    for run in runs:
+        same = [one for one in runs if work(one) == work(run)]
+        base = min(same, key=lambda one: (one.nodes, one.step_s))
+        percents.append(100 * base.nodes * base.step_s / (run.nodes * run.step_s))
+    return percents
     ### END SOLUTION
 
 
 # %% tags=["check"] exercise="scaling_study-1"
-check("scaling_study-1", experiment_of)
+check("scaling_study-1", efficiency)
 
 # %% [markdown]
-# **The ranks of a run are not repetitions of a measurement. Take the slowest rank's time, each
-# copy's tokens once, and the largest peak memory.**
+# Which run is the base decides what an efficiency means. The next cell follows two configurations
+# of the 8B model, TP 4 and TP 8, from 1 to 32 nodes. The first efficiency uses each configuration's
+# *own* run on one node as the base; the second uses the fastest run of the model on one node, as in
+# your exercise. Which configuration would you take?
+
+# %%
+measured = playbook.measured_runs()
+common = dict(zip(measured, playbook.efficiencies(measured), strict=True))
+for tp in (4, 8):
+    found = playbook.series("8B", tp=tp)
+    own = 100 * found[1].step_s / (32 * found[32].step_s)
+    words = f"TP {tp} on 32 nodes: {found[32].tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
+    print(words + f"efficiency {own:.0f} % of its own run, {common[found[32]]:.0f} % of the best")
+
+# %% [markdown]
+# TP 8 has the higher efficiency of the two by its own base, and is a third slower. It was already
+# slow on one node, so it had little to lose. A slow baseline makes every efficiency look good.
 #
-# ## 2 Compared with one rank
+# **With a fixed batch, the efficiency of data parallelism falls, because computing shrinks and
+# communication does not. Judge a configuration by its throughput; an efficiency compares it only
+# with its base.**
 #
-# Compare with one rank and the *same batch*: if a step takes as long on two ranks as on one, the
-# efficiency is 50 %.
+# ## 3 A law with two parts
+#
+# We have read six runs from a table. Could we have *predicted* the last ones from the first? Amdahl
+# (1967) divided the time of a program in two. Some seconds of a step do not become fewer with more
+# nodes: exposed messages, and work that each rank repeats, such as the optimizer step. We call them
+# $f$ (fixed). The other seconds, $s$, are shared by the nodes:
+#
+# $$T_n = f + \frac{s}{n}$$
+#
+# Two runs give two equations. On one node, $T_1 = f + s$. If we subtract the equation for $n$
+# nodes, $f$ disappears: $T_1 - T_n = s\,(1 - \frac{1}{n})$. So
+# $s = \frac{T_1 - T_n}{1 - 1/n}$, and $f = T_1 - s$. The efficiency follows from its definition:
+#
+# $$\frac{T_1}{n\,T_n} = \frac{f + s}{n f + s}$$
+#
+# The product $n f$ in the denominator grows with $n$. Therefore the efficiency falls to zero in the
+# end, however small $f$ is, and the speed-up can never exceed $(f + s) / f$.
 #
 # ### Exercise 2 (core): how far does it scale?
 #
-# Apply Amdahl's argument (1967) to a step. Some seconds, *fixed*, do not shrink with more ranks
-# (messages, and work that each rank repeats). The other seconds, *shared*, are divided by $p$:
-# $T_p = \text{fixed} + \text{shared} / p$. So two runs determine both parts.
+# *Difficulty 3 of 5, importance 5 of 5, about 15 minutes, about 8 lines.*
 #
-# `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` has experiments on one rank;
-# take the one with the same `run.work` (model, batch, micro-batches). All have `step_s`. Return
-# three numbers: the efficiency of `experiment` in per cent; the fixed seconds; and the largest
-# number of ranks whose efficiency, by this formula, is at least `percent` (`math.inf` where the
-# fixed part is 0 or less). About 8 lines, 15 minutes.
+# Write the law for ranks. `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` is a
+# list of experiments on one rank: take the one with the same `run.work`. All have `step_s`. Return
+# the efficiency of `experiment` in per cent, the fixed seconds, and the largest number of ranks
+# whose efficiency, by the law, is at least `percent` (`math.inf` if the fixed part is 0 or less).
+# Example: 2 s alone, 1.25 s on 2 ranks and 80 % give 80, 0.5 and 2.
 #
 # <details><summary>Hint: the most ranks</summary>
 # <code>T_1 / (p T_p)</code> is at least the limit; <code>p T_p</code> is linear in p.
@@ -176,42 +233,205 @@ def limit_of(experiment, alone, percent):
 # %% tags=["check"] exercise="scaling_study-2"
 check("scaling_study-2", limit_of)
 
-# %% tags=["measured"]
-from course_lib.scaling_study.amdahl import StrongScaling
+# %% [markdown]
+# Now we fit the law to the runs on 1 and on 4 nodes, and predict the runs that it has not seen. The
+# second line does the same for the 8B model with TP 4, whose replicas have 4 GPUs each.
 
-found = against(two, one)
-words = f"overhead {found.overhead_percent:+.0f} %, factor {found.throughput_factor:.2f}"
-print(f"your two ranks: {words}, efficiency {found.efficiency_percent:.0f} %")
-split = StrongScaling.of(one.step_s, 2, two.step_s)
-print(f"fixed: {1e3 * split.fixed_s:.1f} ms; at least 80 % on up to {split.most_ranks(80)} rank(s)")
+# %%
+for name, found in (("1B, DP", dp), ("8B, DP x TP 4", playbook.series("8B", tp=4))):
+    law = playbook.fit(found, 1, 4)
+    most = (law.fixed_s + law.shared_s) / law.fixed_s
+    print(f"{name}: {law.fixed_s:.2f} s + {law.shared_s:.1f} s / n, speed-up at most {most:.0f}")
+    for nodes, run in found.items():
+        error = 100 * (law.step_s(nodes) / run.step_s - 1)
+        seen = "fitted" if nodes in (1, 4) else f"error {error:+.1f} %"
+        print(f"  {nodes:2} nodes: measured {run.step_s:6.2f} s, {seen}")
 
 # %% [markdown]
-# The PCIe study calls an efficiency of about 80 % good, and below 70 % poor. Splitting a fixed
-# global batch is **strong scaling**: with more ranks, each rank computes less, but DP's gradients
-# keep their size. If the batch grows with the number of ranks (**weak scaling**), the efficiency is
-# usually higher, but the training is different (section 6).
+# The law predicts 2, 8 and 16 nodes within a few per cent, from two cheap runs. On 32 nodes, the
+# measured step is longer than predicted, for both models: the "fixed" part has grown. With one
+# micro-batch per GPU, there is less backward pass to hide the message behind, and the all-reduce
+# itself becomes slower between more nodes (lesson 05). The last run of the 8B model is not a matter
+# of per cent at all. It took about eight times as long as the law says, and no smooth law will
+# explain it. We return to such runs in section 6.
 #
-# For the Ultra-Scale Playbook, Tazi et al. 2025 trained a model of 1.3 billion parameters with data
-# parallelism on up to 256 H100 GPUs, with a fixed batch. The line is fitted only to the runs on 16
-# and 32 GPUs.
+# **A law fitted to small runs predicts larger ones as long as the bottleneck stays the same. Test
+# it on runs that it has not seen, and print the error.**
+#
+# ## 4 Tensor parallelism, across nodes and with small micro-batches
+#
+# DP could not use 256 GPUs well, because each replica had only one sequence left. With TP, several
+# GPUs share a replica, so fewer replicas share the batch. But TP sends messages in every layer
+# (lesson 07). The next runs use the 1B model, 2 nodes, and micro-batches of one sequence. A replica
+# first has 1 GPU, then 2, 4, 8, and finally 16, which is TP across both nodes. How fast is the
+# replica with 16 GPUs, compared with the replica that is a single GPU?
+
+# %% tags=["predict"]
+guess_tp = predict("throughput of a replica of 16 GPUs, as a multiple of one GPU's")
+### GUESS guess_tp.commit(8)
+
+# %%
+two_nodes = {tp: playbook.series("1B", tp=tp)[2] for tp in (1, 2, 4, 8, 16)}
+alone = two_nodes[1].tokens_per_s_per_replica
+reveal(guess_tp, two_nodes[16].tokens_per_s_per_replica / alone)
+for tp, run in two_nodes.items():
+    rate = run.tokens_per_s_per_replica
+    print(f"TP {tp:2}: a replica has {rate:7,.0f} tokens/s, {rate / alone:.2f} times one GPU")
+
+# %% [markdown]
+# Sixteen GPUs together are *slower* than one. The list shows two separate effects.
+#
+# 1. *Within a node*, TP 2 helps; TP 4 and TP 8 add nothing. One sequence of a 1B model is little
+#    work. Divided by 4 or 8, its matrix products are so small that other costs dominate: launching
+#    kernels, and the latency of the all-reduces in each layer. These costs do not shrink with the
+#    TP degree. (The table does not say which of the two dominates; a profile would.)
+# 2. *Across nodes*, from TP 8 to TP 16, the replica becomes much slower although it has twice the
+#    GPUs. Now the messages of every layer leave the node, and the link between nodes is many times
+#    slower than NVLink.
+#
+# If small work per kernel is the cause of the first effect, larger micro-batches should cure it.
+# They should not cure the second: however the 256 sequences are grouped, TP sends the same bytes in
+# a step. The picture tests both.
 
 # %% tags=["picture"]
-show(*pictures.published_scaling())
+show(*playbook_pictures.replicas_over_tp())
+tp8 = {size: playbook.series("1B", tp=8, micro_batch=size)[16] for size in (1, 2, 4, 8)}
+for size, run in tp8.items():
+    memory = f"{run.memory_bytes / GIB:.0f} GiB"
+    print(f"TP 8, micro-batch {size}: {run.tokens_per_s_per_gpu:6,.0f} tokens/s per GPU, {memory}")
 
 # %% [markdown]
-# These two runs predict the throughput on 64 GPUs within 2 %. With more GPUs it is lower than
-# predicted, so the fixed part has grown. Most likely, the all-reduce takes longer between more
-# nodes (lesson 05). A fit holds only while the bottleneck stays the same.
+# Both expectations hold. With TP 8, four sequences per micro-batch instead of one give more than
+# three times the throughput, for the same 256 sequences per step. The price is memory, because the
+# activations of all sequences of a micro-batch are alive at once (lesson 02). From four to eight,
+# the gain is small: the kernels are large enough now. Every curve falls when TP leaves the node.
 #
-# **An efficiency needs a baseline with the same model, batch and accumulation (a pipeline's has no
-# micro-batches).**
+# The following cell asks what matters in the end: which configuration of the 1B model is the
+# fastest, for each number of nodes?
+
+# %%
+for nodes in (1, 4, 8, 16, 32):
+    here = [run for run in measured if (run.model, run.nodes) == ("1B", nodes)]
+    best = max(here, key=lambda run: run.tokens_per_s_per_gpu)
+    plain = dp[nodes].tokens_per_s_per_gpu
+    layout = f"DP {best.dp} x TP {best.tp}, ZeRO-{best.zero}, micro-batch {best.micro_batch}"
+    print(f"{nodes:2} nodes: {layout}, {best.tokens_per_s_per_gpu / plain:.2f} times plain DP")
+
+# %% [markdown]
+# Up to 8 nodes, data parallelism wins, with TP 1. On 16 and 32 nodes, TP *inside* the node together
+# with larger micro-batches is faster: a replica of 4 GPUs has 4 sequences at a time, and its GPUs
+# have only a quarter of the gradients to all-reduce.
 #
-# ## 3 What is a step, and when is it over?
+# **Keep tensor parallelism inside a node, and make the micro-batch as large as memory allows until
+# the throughput stops rising. Divide a model further only when the batch leaves too little work for
+# each replica.**
 #
-# It is easy to count wrongly: 200 steps with 4 micro-batches each have 800 backward passes, and the
-# PCIe study first confused these numbers. It is also easy to time wrongly: a GPU queues work and
-# completes it later. `lab.EmulatedDevice` does the same; its backward takes 30 ms. What time does
-# its clock show after 100 calls of `backward`?
+# ## 5 What does ZeRO cost?
+#
+# Data parallelism keeps a full copy of the optimizer state on each GPU. ZeRO-1 divides it and sends
+# about the same number of bytes: a reduce-scatter of gradients and an all-gather of parameters in
+# place of one all-reduce (lesson 09). So it should cost no time. The table has stages 0 and 1 only;
+# it says nothing about stages 2 and 3. We take all pairs of runs that differ in the stage alone,
+# without pipelines. The cell prints the throughput with ZeRO-1 divided by that without: the median
+# of the pairs, then the lowest and the highest.
+
+# %%
+for model in ("1B", "8B"):
+    for nodes in (2, 4, 8, 16, 32, 64):
+        ratios = playbook.zero_ratios(model, nodes)
+        ends = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"{model}, {nodes:2} nodes, {len(ratios):2} pairs: {median(ratios):.2f} ({ends})")
+zero1 = playbook.series("1B", zero=1)
+for nodes in (1, 32):
+    gib = [found[nodes].memory_bytes / GIB for found in (dp, zero1)]
+    rate = zero1[nodes].tokens_per_s_per_gpu / dp[nodes].tokens_per_s_per_gpu
+    words = f"{gib[1]:.0f} instead of {gib[0]:.0f} GiB"
+    print(f"plain DP, {nodes} node(s): with ZeRO-1 {words}, {rate:.2f} times the throughput")
+
+# %% [markdown]
+# Up to 8 nodes, the expectation holds: the median is within about two per cent of 1, and a third of
+# the memory is free again. On 32 nodes, the 1B model loses a tenth in the median, and plain DP more
+# than a quarter. Equal bytes are not equal time. The all-gather follows the optimizer step, so no
+# backward pass can hide it unless the implementation overlaps it with the next forward pass.
+#
+# Look also at the ranges. For the 8B model on 64 nodes, the ratios lie between a fifth and more than
+# five, so the median of these pairs is not a measurement of ZeRO. Something else happened there.
+#
+# **ZeRO-1 is almost free while its messages are hidden or short, and costs time where communication
+# already dominates. Print the range next to each median.**
+#
+# ## 6 Runs far off their neighbors
+#
+# A single number in a table carries no error bar. Fortunately, one configuration of the 8B model
+# (TP 8, ZeRO-1, 2 nodes) was run twice, and both runs have a throughput. By which factor do they
+# differ?
+
+# %% tags=["predict"]
+guess_twice = predict("the faster run divided by the slower one")
+### GUESS guess_twice.commit(1.05)
+
+# %%
+layout, nodes = ("8B", 8, 1, 1, 1), 2
+twice = [r.tokens_per_s_per_gpu for r in measured if (r.layout, r.nodes) == (layout, nodes)]
+reveal(guess_twice, max(twice) / min(twice))
+print("tokens/s per GPU:", twice)
+slow, of_all = playbook.outliers(times=2)
+print(f"{len(slow)} of {of_all} runs with two neighbors are at least 2 times slower than both:")
+for run in slow:
+    print(f"  {run.layout} on {run.nodes} nodes: {run.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
+
+# %% tags=["picture"]
+show(*playbook_pictures.far_off())
+
+# %% [markdown]
+# A *neighbor* is a run of the same configuration on half or on twice as many nodes. Throughput per
+# GPU changes smoothly along such a series, so a run that is many times slower than both neighbors
+# did not measure its method. Possible causes are a slow GPU or network card in the job, other jobs
+# on the same network, or an allocator near the limit of its memory. The table cannot say which. The
+# authors report node failures and hanging jobs during the benchmark in their own text.
+#
+# The picture shows why this matters. From the run on 8 nodes alone, you would conclude that
+# pipelines are useless. From its neighbors, and from the other configurations on the same number of
+# nodes, you would not. An outlier that is *repeatable* may be a real property of a configuration;
+# only a second run can tell.
+#
+# **One run is an anecdote. Compare each run with its neighbors, repeat those that are far off, and
+# report the repetitions.**
+#
+# *A good place for a break.*
+#
+# ## 7 The method, at laptop size
+#
+# The table has taught us to distrust numbers. How do you produce numbers that deserve trust? This
+# section practices the *method* on a laptop: what a run records, what is left out, when a clock may
+# be read, and what to compare first. It says **nothing about scaling**: two ranks on two cores
+# share one memory, the messages compete with the computing for the same cores, and four ranks would
+# only take turns.
+
+# %% tags=["measured"]
+folder = Path(tempfile.mkdtemp()) / "study-laptop"
+costing = cost_study(find_study("laptop").only(models=["tiny"]), read_profile("laptop"), folder)
+run_all(costing)  # what `course study run laptop --model tiny` calls
+records = read_runs(folder)
+two, one = (aggregate([r for r in records if r.world_size == n]) for n in (2, 1))
+print(f"a line of a record: {records[-1].steps[0]}")
+
+# %% tags=["picture", "measured"]
+alone_s = [step["end_s"] - step["start_s"] for step in records[-1].steps]
+show(*pictures.step_times(records))
+claim("the first step is a slow one", alone_s[0] > median(alone_s))
+
+# %% [markdown]
+# Each rank wrote one file: a description of the run and the machine, and a line for each step. The
+# first steps are often slow, because they allocate memory, start threads and fill caches. The study
+# leaves out the first quarter of the steps as **warm-up**. To combine the ranks of a run, take the
+# time of the slowest rank, because a step ends only then; count the tokens of each replica once;
+# and take the largest peak of memory, because the fullest GPU decides whether a run fits.
+#
+# It is easy to count steps wrongly: 200 optimizer steps with 4 micro-batches each have 800 backward
+# passes. It is also easy to time them wrongly, because a GPU queues work and completes it later.
+# `lab.EmulatedDevice` does the same; its backward takes 30 ms. What time does the clock show after
+# 100 calls of `backward`?
 
 # %% tags=["predict"]
 guess_clock = predict("the clock after 100 times backward", unit="s")
@@ -228,11 +448,13 @@ print(f"after synchronize(): {device.now_s():.2f} s")
 # %% [markdown]
 # ### Exercise 3 (core): a loop that may be timed
 #
-# A step is `accumulated` calls of `device.backward(next(micro_batches))`, then `device.step()`. A
-# micro-batch is just a number of tokens here. Run `steps` steps; the first `warmup` of them (0 or
-# more) do not count. Take exactly `steps * accumulated` micro-batches. Return the seconds (by
-# `device.now_s()`) and the tokens of the steps that count, not rounded. Work from before your loop
-# may still run on the device: do not time it. About 10 lines, 15 minutes.
+# *Difficulty 3 of 5, importance 5 of 5, about 15 minutes, about 10 lines.*
+#
+# A step is `accumulated` calls of `device.backward(next(micro_batches))`, then `device.step()`; a
+# micro-batch is just a number of tokens. Run `steps` steps. The first `warmup` of them (0 or more)
+# do not count. Return the seconds, by `device.now_s()`, and the tokens of the steps that count.
+# Work from before your loop may still run on the device: do not time it. Example: 6 steps, 1 of
+# them warm-up, of 2 micro-batches of 512 tokens give 5,120 tokens.
 #
 # <details><summary>Hint: if your time is almost zero</summary>
 # You measured how long launching takes. <code>device.synchronize()</code> waits for the device. You
@@ -263,82 +485,9 @@ def timed_loop(device, micro_batches, steps, warmup, accumulated):
 check("scaling_study-3", timed_loop)
 
 # %% [markdown]
-# **Count optimizer steps. Synchronize with the device before you read the clock.**
-#
-# ## 4 A recorded study
-#
-# In this recorded laptop study, four ranks shared two cores. If messages cost nothing, what is the
-# highest efficiency that four ranks can have? And which method is the most efficient on two ranks?
-
-# %% tags=["predict"]
-results = sample_results()
-print(results.made)
-sets = results.sets()
-for name, found in sets.items():
-    print(f"{name}: {len(found)} runs")
-guess_four = predict("highest possible efficiency of four ranks, messages free", unit="%")
-### GUESS guess_four.commit(80)
-guess_best = predict("the most efficient on two ranks", choices=("ddp", "tp", "pp"))
-### GUESS guess_best.commit("tp")
-
-# %% tags=["picture"]
-small, small_name = next((found, name) for name, found in sets.items() if "small" in name)
-cores = results.experiments[0].machine["usable_cores"]
-reveal(guess_four, 100 * min(1, cores / 4))
-pairs = [r for r in in_order(small) if r.experiment.run.ranks == 2 and r.comparison]
-best = max(pairs, key=lambda result: result.comparison.efficiency_percent)
-reveal(guess_best, best.experiment.run.label.removeprefix("torch-"))
-show(*pictures.efficiency(small, small_name))
-
-# %% [markdown]
-# The predictions use the number of cores, the speed of one rank and the link (lesson 04). *1 MiB*
-# is a bucket's size (06), *m* the number of micro-batches (08).
-#
-# - *Special here*: gloo uses the cores that compute. So our cost model overlaps no bucket, and its
-#   messages take 1.7 times as long as on an idle machine. The model also adds 4 ms of Python time
-#   per layer and micro-batch. Both numbers are fitted to these runs; the predicted steps are within
-#   30 % of the measured ones.
-# - *TP on two ranks* differs most from its prediction, perhaps because each of its messages waits
-#   for the later rank.
-# - *Four ranks* share two cores, so their bars are not a comparison of the methods.
-#
-# The ZeRO runs have 4 micro-batches per step, and a baseline with 4, too. Which ZeRO stage has the
-# longest step?
-
-# %% tags=["predict"]
-guess_stage = predict("the slowest", choices=("zero1", "zero2", "zero3"))
-### GUESS guess_stage.commit("zero3")
-
-# %% tags=["picture"]
-zero, zero_name = next((found, name) for name, found in sets.items() if "micro-batches" in name)
-zero = [result for result in zero if result.experiment.run.ranks <= 2]  # a core for each
-slowest = max(zero, key=lambda result: result.experiment.step_s)
-reveal(guess_stage, slowest.experiment.run.label)
-show(*pictures.overhead(zero, zero_name))
-
-# %% [markdown]
-# Stage 1 communicates once per step, stage 2 in each micro-batch, and stage 3 for every module in
-# each micro-batch. So stages 2 and 3 send more bytes and more messages, each of which costs the
-# link's *latency*. The picture compares the memory of a rank's parameters, gradients and optimizer
-# state with the formula.
-
-# %% tags=["picture"]
-show(*pictures.states(zero, zero_name))
-
-# %% [markdown]
-# At stage 1, each of the three kinds has exactly the formula's bytes. From stage 2 on, the
-# gradients have more: memory was read at the end of backward, when the last bucket (the
-# embedding's gradient) and the rank's part of its sum were there. *When* you measure is part of the
-# result.
-#
-# Before you trust a speed, ask whether the runs computed *the same*:
-
-# %%
-print(pictures.loss_curves(small, small_name)[1])
-
-# %% [markdown]
-# **Break it.** A common bug is that all copies read the *first* part of the batch. A step takes as
-# long as without the bug. Two ranks now train with this bug. Can you see it in the loss curve?
+# A correct clock can still time a wrong training. **Break it:** a common bug is that all replicas
+# read the *first* part of the batch. A step takes exactly as long as without the bug. Two ranks now
+# train with this bug. Can you see it in the loss curve?
 
 # %% tags=["predict"]
 seen = "is the first or the last loss more than 5 % off the right run's?"
@@ -363,87 +512,62 @@ with Ranks(2) as pair:
 ends = [abs(wrong[at] / one.losses[at] - 1) for at in (0, -1)]
 reveal(guess_seen, "yes" if max(ends) > 0.05 else "no")
 
-# %% tags=["picture", "measured"]
-show(*pictures.digits_of_losses(one.losses, {"DDP": two.losses, "the wrong run": wrong}))
+# %% [markdown]
+# A wrong run's curve can fall, too. So do not look at curves: count how many digits of each loss
+# agree with the run on one process, which is $-\log_{10}$ of the relative difference. Numbers in
+# fp32 have about seven digits.
+
+# %% tags=["measured"]
+from course_lib.scaling_study.curves import agreeing_digits
+
+for name, found in (("DDP", two.losses), ("the wrong run", wrong)):
+    digits = agreeing_digits(found, one.losses)
+    print(f"{name}: {min(digits):.1f} to {max(digits):.1f} digits agree with one process")
 
 # %% [markdown]
-# A wrong run's curve can fall, too. So count how many digits agree with the run on one process
-# ($-\log_{10}$ of the relative difference). fp32 has about 7; in the picture, 8 means no
-# difference.
+# **Compare the losses first. Then leave out the warm-up, count optimizer steps, and synchronize
+# with the device before you read the clock.**
 #
-# **Compare the losses first, then the bytes, then the speed. Put a prediction beside each
-# measurement.**
+# ## 8 Other links, another order
 #
-# *A good place for a break.*
+# The table comes from nodes with NVLink inside and a fast network between them. Would the same
+# methods win on cheaper hardware? An unpublished report of 2025 (*the PCIe study*) measured one to
+# four commodity GPUs over PCIe, without NVLink. You cannot open it, so take from it only an order,
+# for two GPUs: DP and ZeRO-1 were the most efficient, TP came clearly after them, and the pipeline
+# came last. Over several PCIe bridges, the efficiency of all methods fell strongly. That TP loses
+# first on slow links agrees with section 4, which you can check in a public table.
 #
-# ## 5 Predicting the cluster study
-#
-# Computing time is predicted from the FLOP of a step, about $6ND$: 2 FLOP per parameter and token
-# in forward, and 4 in backward (Kaplan et al. 2020, section 2.1). The cell counts the embedding in
-# $N$, as Hoffmann et al. 2022 do (appendix F); Kaplan et al. do not. $6ND$ omits attention scores;
-# our cost model counts them.
-#
-# First the cell prints what the PCIe study measured on two GPUs. Small models gained nothing there,
-# pipelines were poor, and ZeRO-2 was slower than ZeRO-1 and 3. On four GPUs, over several PCIe
-# bridges, all efficiencies fell strongly; ZeRO's stayed highest, at about 60 %. These GPUs are not
-# those of the picture, so compare the *order* of the methods, not their numbers. Move the sliders.
-# Which order do formulas predict, and why is it not the measured one?
-
-# %% tags=["picture"]
-from course_lib.scaling_study.explorer import study_explorer
-from course_lib.scaling_study.prediction import six_nd_share
-
-for strategy, percent in lab.PUBLISHED.items():
-    print(f"PCIe study: {strategy}, about {percent:.0f} % efficiency")
-for run in {run.spec: run for run in find_study("cluster").runs}.values():
-    share = f"{100 * six_nd_share(run):.0f} %"
-    print(f"{run.spec.name}: 6ND is {share} of the FLOP of all matrix products")
-study_explorer()
-
-# %% [markdown]
-# The formulas put DP far above ZeRO-1, but the study found them equal: the model hides DP's
-# messages behind backward (lesson 06), and none of ZeRO's, although ZeRO-1 can hide its
-# reduce-scatter, too. That difference is an assumption, not a prediction. They also favor
-# pipelines, above all those of small models, because they ignore the time to launch kernels: on
-# four GPUs over bridges, the pipeline's prediction falls least.
-#
-# A machine's links form a *matrix* (`nvidia-smi topo -m`). The picture shows yours if you have
-# several GPUs, otherwise an invented example. PIX means at most one PCIe bridge, PXB several
-# bridges, SYS the link between CPU sockets (NUMA nodes). On which pair of the example would you run
-# TP = 2?
-
-# %% tags=["predict"]
-for number, row in enumerate(lab.EXAMPLE_LINKS):
-    print(f"GPU{number}  " + "".join(f"{kind:5}" for kind in row))
-guess_pair = predict("GPUs for TP = 2", choices=("0 and 1", "1 and 2", "2 and 3"))
-### GUESS guess_pair.commit("0 and 1")
+# So before you choose, look at the links. The links of a machine form a *matrix*
+# (`nvidia-smi topo -m`). The picture shows yours if you have several GPUs, otherwise an invented
+# example. NV means NVLink, PIX at most one PCIe bridge, PXB several bridges, SYS the link between
+# CPU sockets (NUMA nodes). On which pair of the example would you run TP 2?
 
 # %% tags=["picture", "measured"]
 from course_lib.ranks.machine import describe_machine
 
-reveal(guess_pair, "0 and 1")
 mine = describe_machine()["gpu_links"]
 own = (mine, "This machine") if len(mine) > 1 else (lab.EXAMPLE_LINKS, "An example")
 show(*pictures.link_matrix(*own))
 
 # %% [markdown]
-# **What formulas leave out can reverse a ranking: measure. The matrix of links tells which GPUs to
-# ask for.**
+# In the example, GPUs 0 and 1 are a good pair: at most one bridge lies between them. GPUs 1 and 2
+# would be a bad pair, because their messages cross the CPU sockets.
 #
-# ## 6 Faster steps, or fewer?
+# **The order of methods depends on the links. Give the method with the most messages the fastest
+# links that you have.**
 #
-# However you split a given batch, the training stays the same (up to rounding, without dropout). If
-# each copy gets a batch of its *own*, the global batch grows. The gradient is less noisy, but the
-# training is *different*, and settings that were right for the small batch need not be right for
-# the large one. (Goyal et al. 2017 let the learning rate grow with the batch, and needed a
-# *warm-up* of it, other than that of section 1, because large batches diverged at first.) In a
-# recorded experiment, one process and four copies with their own batches train alike otherwise: the
-# learning rate warms up for 100 of 150 steps. By what factor do the four copies need fewer steps to
-# the same loss?
-
-# %% tags=["predict"]
-guess_fewer = predict("steps to the same loss: of one process / of four copies")
-### GUESS guess_fewer.commit(4)
+# ## 9 Faster steps, or fewer?
+#
+# However you split a given batch, the training stays the same (up to rounding, without dropout). In
+# section 2, strong scaling failed because each GPU ran out of work. The way out seems easy: let the
+# batch grow with the GPUs. Then the gradient is less noisy, but the training is *different*.
+# Settings that were right for the small batch need not be right for the large one. Goyal et al.
+# (2017) raised the learning rate with the batch, and had to warm it up over the first steps,
+# because large batches diverged otherwise.
+#
+# A recorded experiment with a small model compares batches of 8 and 32 sequences, and a
+# learning-rate warm-up of 100 and of 4 steps. How many steps does each need to reach the loss at
+# which the small batch ends?
 
 # %%
 from course_lib.scaling_study.curves import smooth, steps_to
@@ -451,33 +575,39 @@ from course_lib.scaling_study.curves import smooth, steps_to
 recorded = sample_results("convergence")
 unsplit = {(r.run.global_batch, r.run.warmup): r for r in recorded.experiments if r.run.tp == 1}
 base = smooth(unsplit[8, 100].losses)  # means of some steps: single batches vary
-needs = {}
 for batch, warmup in ((32, 100), (8, 4), (32, 4)):
-    steps = needs[batch, warmup] = steps_to(base[-1], smooth(unsplit[batch, warmup].losses))
+    steps = steps_to(base[-1], smooth(unsplit[batch, warmup].losses))
     times = f"{steps * batch / (len(base) * 8):.1f} times the tokens"
     print(f"batch {batch}, warm-up {warmup}: {steps} of {len(base)} steps, {times}")
-reveal(guess_fewer, len(base) / needs[32, 100])
 
 # %% tags=["picture"]
 show(*pictures.convergence(recorded))
 
 # %% [markdown]
-# Four times the batch saves few steps and reads more than three times as many tokens. A warm-up of
-# 4 steps instead of 100 saves more, with *either* batch: it has nothing to do with splitting, and a
-# comparison that changes both at once would credit the wrong one. The time to a given loss is
-# seconds per step times steps.
-# Beyond a critical batch size, a larger batch hardly saves steps (McCandlish et al. 2018).
+# Here, four times the batch saves few steps and reads more than three times as many tokens. A
+# warm-up of 4 steps instead of 100 saves more, with *either* batch: it has nothing to do with
+# splitting. A comparison that changes both at once would credit the wrong one. McCandlish et al.
+# (2018) measure the *critical batch size*, beyond which a larger batch hardly saves steps; it
+# depends on the task, and grows during training.
 #
-# **Efficiency is about one step. Ask also how many steps the training takes.**
+# **Efficiency is about one step. The time to a given loss is seconds per step times steps, so ask
+# for both.**
 #
-# ## 7 What a study costs
+# ## 10 Your own study on a cluster
 #
-# You pay for every GPU of a job from the job's start until the last rank has finished. How many
-# GPU-hours do all runs of the cluster study need, with 200 steps each, predicted for A100s?
-
-# %% tags=["predict"]
-guess_hours = predict("the whole cluster study", unit="GPU-hours")
-### GUESS guess_hours.commit(20)
+# You know what to measure, how, and what to distrust. Two things are left to do before you submit:
+# compute the cost, and check the script. You pay for every GPU of a job from the job's start until
+# its last rank has finished:
+#
+# $$\text{GPU-hours} = \text{nodes} \cdot \text{GPUs per node} \cdot
+# \frac{\text{start} + \text{steps} \cdot \text{seconds per step}}{3600}$$
+#
+# *Question.* A run holds 2 nodes of 4 GPUs; it starts for 60 s, then takes 200 steps of 1 s. How
+# many GPU-hours is that?
+#
+# <details><summary>Answer</summary>
+# 8 GPUs for 260 s: 8 · 260 / 3600, about 0.58. The start alone is almost a quarter of it.
+# </details>
 
 # %%
 from course_lib.scaling_study.prediction import hours
@@ -485,109 +615,28 @@ from course_lib.scaling_study.prediction import hours
 site = read_profile("slurm")
 plan = cost_study(find_study("cluster"), site, Path("runs/study-cluster"))
 wall_hours, gpu_hours = hours(plan.predictions)
-reveal(guess_hours, gpu_hours)
 print(f"{len(plan.predictions)} runs, {wall_hours:.1f} hours one after the other")
-print(f"limits: {site.limits.gpu_hours:g} GPU-hours in all, {site.limits.max_jobs} jobs at once")
+print(f"{gpu_hours:.1f} GPU-hours; limits: {site.limits.gpu_hours:g} in all")
 
 # %% [markdown]
-# ### Exercise 4 (further): the bill
-#
-# A run has `nodes`, `gpus_per_node`, `start_s` (seconds to start, once per run), `steps` and
-# `step_s`. Return the GPU-hours of all runs, and how many runs may be submitted. Submit in the
-# given order while the sum is at most `allowed`; stop at the first run that does not fit, even if a
-# later one would fit. Do not change `runs`. About 8 lines, 10 minutes.
+# This Slurm script should ask for 2 nodes with 2 GPUs each, for two hours. How many mistakes do you
+# find before you run the second cell?
 
-
-# %% tags=["exercise"] exercise="scaling_study-4"
-def bill(runs, allowed):
-    """GPU-hours of all runs, and how many of the first ones fit."""
-    ### BEGIN SOLUTION: hours of each; then two sums
-    hours_of = [
-        run.nodes * run.gpus_per_node * (run.start_s + run.steps * run.step_s) / 3600
-        for run in runs
-    ]
-    fit = 0
-    while fit < len(runs) and sum(hours_of[: fit + 1]) <= allowed:
-        fit += 1
-    return sum(hours_of), fit
-    ### END SOLUTION
-
-
-# %% tags=["check"] exercise="scaling_study-4"
-check("scaling_study-4", bill)
-
-# %% [markdown]
-# **Compute the GPU-hours of a job before you submit it.**
-#
-# ## 8 A script that waits for hours and fails in a second
-#
-# This Slurm script should ask for 2 nodes, 2 GPUs each, for two hours. How many mistakes do you
-# see?
-
-# %% tags=["predict"]
+# %%
 for number, line in enumerate(lab.BROKEN_SCRIPT.splitlines(), start=1):
     print(f"{number:2}  {line}")
-guess_mistakes = predict("mistakes in it")
-### GUESS guess_mistakes.commit(4)
 
 # %%
 from course_lib.jobs.lint.check import findings_text, lint_job
 
-found = lint_job(lab.BROKEN_SCRIPT)
-reveal(guess_mistakes, len(found))
-print(findings_text("study.sbatch", found))
+print(findings_text("study.sbatch", lint_job(lab.BROKEN_SCRIPT)))
 
 # %% [markdown]
-# ### Exercise 5 (further): what does it really ask for?
+# Slurm ignores a directive that it does not recognize as one, and says nothing. So a wrong script
+# may wait for hours and fail in a second.
 #
-# Return three whole numbers as `sbatch` reads them (its manual, "DESCRIPTION" and "--time"): nodes
-# (default 1), GPUs per node (default 0), and seconds (default 0; do not round to minutes).
-#
-# - A directive is a line that begins with `#SBATCH` and a space. It has one or more options
-#   `--name=value`, not only `--nodes`, `--gpus-per-node` and `--time`. In a directive, ` #` begins
-#   a comment. If an option is given twice, the later one counts.
-# - Reading ends at the first command: a line that is neither empty nor a comment.
-# - Times: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`,
-#   `days-hours:minutes`, `days-hours:minutes:seconds`.
-#
-# About 12 lines, 20 minutes.
-#
-# <details><summary>Hint: six forms of a time</summary>
-# <code>days, _, clock = time.rpartition("-")</code>. With days, or with three numbers, the clock
-# begins with hours; otherwise with minutes. Missing numbers are zeros.
-# </details>
-
-
-# %% tags=["exercise"] exercise="scaling_study-5"
-def asked_for(script):
-    """Nodes, GPUs of a node, seconds."""
-    ### BEGIN SOLUTION: which lines are read, which words of them, and what is a time?
-    said = {"--nodes": "1", "--gpus-per-node": "0", "--time": "0"}
-    for line in script.splitlines():
-        if line.strip() and not line.strip().startswith("#"):
-            break
-        if line.startswith("#SBATCH "):
-            words = line.split(" #")[0].split()[1:]
-            said.update(word.split("=", 1) for word in words if "=" in word)
-    days, _, clock = said["--time"].rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    numbers = [*parts, 0, 0] if days or len(parts) == 3 else [0, *parts, 0]
-    clock_s = sum(number * unit for number, unit in zip(numbers, (3600, 60, 1), strict=False))
-    seconds = int(days or 0) * 86400 + clock_s
-    return int(said["--nodes"]), int(said["--gpus-per-node"]), seconds
-    ### END SOLUTION
-
-
-# %% tags=["check"] exercise="scaling_study-5"
-check("scaling_study-5", asked_for)
-
-# %% [markdown]
-# **Slurm says nothing about a directive that it did not read. Let a program check your script, such
-# as `course lint-job FILE`.**
-#
-# ## 9 Your own study
-#
-# On your machine, or from a cluster's login node:
+# With access to a cluster, run the study from its login node. On a laptop, the first two commands
+# show the procedure, and no more than that.
 #
 # ```sh
 # course study run laptop                       # skips runs that are done
@@ -600,36 +649,44 @@ check("scaling_study-5", asked_for)
 # course report runs/study-cluster
 # ```
 #
-# The cell prints your results, or the recorded ones:
+# With your own results, repeat the questions of this lesson. Which runs failed, and was it memory?
+# What are $f$ and $s$, and how wrong is the law on the run that it has not seen? Which run is far
+# off its neighbors, and what does a second run say? The cell prints the form of a report: your own
+# results if there are any, otherwise those of a recorded laptop study, whose speeds mean nothing
+# for GPUs.
 
 # %% tags=["measured"]
 from rich.console import Console
 
 from course_lib.scaling_study.report import notes, tables
-from course_lib.scaling_study.results import own_or_sample
 
 mine, whose = own_or_sample()
 print(whose)
 console = Console(width=100, force_jupyter=False, force_terminal=False)
-for table in tables(mine):
-    console.print(table, "")
+console.print(next(iter(tables(mine))), "")
 for note in notes(mine):
     console.print(note, highlight=False)
 
 # %% [markdown]
+# **Compute the GPU-hours of a job before you submit it, and let a program check the script, such as
+# `course lint-job FILE`.**
+#
 # ## What to keep
 #
-# - Take the slowest rank's time, each copy's tokens once, and the fullest rank's peak memory.
-# - Leave out the warm-up, count optimizer steps, and synchronize before you read the clock.
-# - Efficiency needs a baseline with the same batch. Two runs show how far this batch scales, if the
-#   bottleneck stays the same.
-# - First compare the losses: a wrong run can be fast.
-# - Compute the GPU-hours first, and let a program check your script.
+# - With a fixed batch, the work per GPU shrinks and its communication does not: efficiency falls.
+# - An efficiency needs a base with the same work, and a slow base flatters. Compare throughput.
+# - Two runs give a law, $T_n = f + s/n$. Test it on runs that it has not seen.
+# - Keep TP inside the node; enlarge micro-batches as far as memory allows.
+# - Compare each run with its neighbors. Repeat what is far off.
+# - Compare losses first, leave out the warm-up, and synchronize before you read the clock.
 #
 # ## Read on
 #
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*, "Finding the best training configuration": the
+#   authors' own reading of these runs, and what went wrong in them.
 # - Amdahl 1967, *Validity of the single processor approach*: the fixed part.
-# - Kaplan et al. 2020, *Scaling laws*, section 2.1: $6ND$; Hoffmann et al. 2022, *Training
-#   Compute-Optimal Large Language Models*: the same, with embeddings.
-# - McCandlish et al. 2018, *Large-batch training*: when a larger batch saves steps.
-# - Hoefler and Belli 2015, *Scientific benchmarking*: twelve rules for reporting.
+# - McCandlish et al. 2018, *An empirical model of large-batch training*: when a larger batch saves
+#   steps.
+# - Goyal et al. 2017, *Accurate, large minibatch SGD*: learning rate and warm-up for large batches.
+# - Hoefler and Belli 2015, *Scientific benchmarking of parallel computing systems*: twelve rules
+#   for reporting.

@@ -191,16 +191,13 @@ def test_a_long_value_is_told_where_it_differs_first(answer, says):
 
 
 def test_a_part_has_no_cause_that_is_wrong_in_a_part_before_it():
-    def with_a_tolerance(runs, allowed):
-        hours = [run.nodes * run.gpus_per_node * (run.start_s + run.steps * run.step_s) / 3600
-                 for run in runs]  # fmt: skip
-        fit = 0
-        while fit < len(hours) and sum(hours[: fit + 1]) <= 1.2 * allowed:
-            fit += 1
-        return sum(hours), fit
+    def with_a_tolerance(experiment, alone, percent):
+        efficiency, fixed_s, most = exercise.right(experiment, alone, percent)
+        return efficiency, fixed_s, 2 * most
 
-    with pytest.raises(CheckFailed, match="how many are in when one would go over"):
-        find_exercise("scaling_study-4").verdict(with_a_tolerance)
+    exercise = find_exercise("scaling_study-2")
+    with pytest.raises(CheckFailed, match="Set T_1 / "):
+        exercise.verdict(with_a_tolerance)
 
 
 def test_what_show_cannot_read_is_told_with_its_case():

@@ -22,7 +22,6 @@ from course_lib.pipeline.explorer import schedule_explorer
 from course_lib.planner import Plan
 from course_lib.planner.explorer import plan_explorer
 from course_lib.ranks.timing import Measured
-from course_lib.scaling_study.explorer import study_explorer
 from course_lib.tensor_parallel.explorer import degree_explorer
 from course_lib.zero.explorer import shards_explorer, zero_explorer
 
@@ -63,7 +62,6 @@ EXPLORERS: dict[str, Callable[[], Explore]] = {
     "10": fsdp_explorer,
     "11": mesh_explorer,
     "12": plans,
-    "13": study_explorer,
     "14": interval_explorer,
 }
 

@@ -85,13 +85,12 @@ def test_memory_is_a_mean_of_means_a_sum_of_means_and_the_largest_peak():
 def test_an_experiment_beside_one_rank():
     alone = aggregate([record(0, 1, 2.25, 30, FLAT, strategy="single")])
     found = against(aggregate(two_ranks()), alone)
-    assert found.overhead_percent == pytest.approx((9 / 13.5 - 1) * 100)
-    assert found.throughput_factor == pytest.approx(1.5)
+    assert found.speed_up == pytest.approx(1.5)
     assert found.efficiency_percent == pytest.approx(75)
     assert (found.mean_memory_factor, found.sum_memory_factor) == (0.675, 1.35)
     assert found.peak_memory_factor == 1.5
     same = against(alone, alone)
-    assert (same.overhead_percent, same.efficiency_percent) == (0, 100)
+    assert (same.speed_up, same.efficiency_percent) == (1, 100)
 
 
 @pytest.mark.parametrize(

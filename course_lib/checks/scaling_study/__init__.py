@@ -1,14 +1,11 @@
-"""The exercises of notebook 13_scaling_study: ranks, limit, steps, bill, asked.
+"""The exercises of notebook 13_scaling_study: efficiency, limit, steps.
 
-Each stands with its check and its planted mistakes in a file of its own: `ranks` (from ranks to a
-run), `limit` (how far a fixed batch scales), `steps` (a loop that may be timed), `bill`, `asked`
-(what a batch script asks for).
+Each stands with its check and its planted mistakes in a file of its own: `efficiency` (of published
+runs), `limit` (how far a fixed batch scales), `steps` (a loop that may be timed).
 """
 
-from course_lib.checks.scaling_study.asked import ASKED_FOR
-from course_lib.checks.scaling_study.bill import BILL
+from course_lib.checks.scaling_study.efficiency import EFFICIENCY
 from course_lib.checks.scaling_study.limit import LIMIT_OF
-from course_lib.checks.scaling_study.ranks import RANKS
 from course_lib.checks.scaling_study.steps import STEPS
 
-EXERCISES = (RANKS, LIMIT_OF, STEPS, BILL, ASKED_FOR)
+EXERCISES = (EFFICIENCY, LIMIT_OF, STEPS)
