@@ -12,7 +12,7 @@
 # - recognize runs that you should not trust, and baselines that flatter;
 # - measure a training step correctly, and plan a study on a cluster.
 #
-# **Prerequisites:** lessons 04, 06, 07 and 09; 08 and 12 help. **Time:** about 80 minutes of
+# **Prerequisites:** lessons 04, 06 and 09; 07, 08 and 12 help. **Time:** about 90 minutes of
 # reading and running, 45 of exercises. The break is after section 6. All three exercises are
 # *core*.
 #
@@ -23,29 +23,21 @@
 # | throughput | `tokens_per_s_per_gpu` | tokens per second; here per GPU |
 # | speed-up | | $T_1 / T_n$: how many times faster than on one node |
 # | efficiency | | $T_1 / (n\,T_n)$: speed-up divided by the number of nodes |
-# | $f$, $s$ | `law.fixed_s`, `law.shared_s` | seconds that the nodes do not share; that they share |
+# | $f$, $s$ | `law.fixed_s`, `law.shared_s` | seconds of a step that nodes do not share; do share |
 #
 # All definitions hold in the same way for ranks in place of nodes.
 
 # %%
 # %load_ext course_lib.ranks
 import math
-import tempfile
-from pathlib import Path
 from statistics import median
 
 from course_lib.checks import check
-from course_lib.core.records import read_runs
 from course_lib.core.units import GIB
 from course_lib.display import claim, predict, reveal, show
-from course_lib.jobs.profile import read_profile
 from course_lib.ranks import Ranks
 from course_lib.scaling_study import lab, pictures, playbook, playbook_pictures
-from course_lib.scaling_study.aggregate import aggregate
-from course_lib.scaling_study.costing import cost_study
-from course_lib.scaling_study.plan import find_study
 from course_lib.scaling_study.results import own_or_sample, sample_results
-from course_lib.scaling_study.run_local import run_all
 
 # %% [markdown]
 # ## 1 A table of real runs
@@ -57,8 +49,8 @@ from course_lib.scaling_study.run_local import run_all
 # used two models (1B and 8B), on 1 to 64 nodes of 8 H100 GPUs. Nearly all runs have the same global
 # batch: 256 sequences of 4,096 tokens.
 #
-# The authors did not filter the grid first: it contains every combination that divides the batch.
-# Which share of the runs ended without a result?
+# The authors set out to run every configuration that is possible (section "Lessons learned on
+# benchmarking"), good or bad. Which share of the runs failed?
 
 # %% tags=["predict"]
 runs = playbook.playbook_runs()
@@ -143,6 +135,7 @@ show(*playbook_pictures.strong_scaling())
 # %% tags=["exercise"] exercise="scaling_study-1"
 def efficiency(runs):
     """The efficiency of each run in per cent of the base with the same work."""
+
     ### BEGIN SOLUTION: what is the same work? the base of each run; then a ratio
     def work(run):
         return run.model, run.batch, run.seq
@@ -354,8 +347,8 @@ for nodes in (1, 32):
 # than a quarter. Equal bytes are not equal time. The all-gather follows the optimizer step, so no
 # backward pass can hide it unless the implementation overlaps it with the next forward pass.
 #
-# Look also at the ranges. For the 8B model on 64 nodes, the ratios lie between a fifth and more than
-# five, so the median of these pairs is not a measurement of ZeRO. Something else happened there.
+# Look also at the ranges. For the 8B model on 64 nodes, the ratios lie between a fifth and more
+# than five, so the median of these pairs is not a measurement of ZeRO. Something else happened.
 #
 # **ZeRO-1 is almost free while its messages are hidden or short, and costs time where communication
 # already dominates. Print the range next to each median.**
@@ -372,23 +365,31 @@ guess_twice = predict("the faster run divided by the slower one")
 
 # %%
 layout, nodes = ("8B", 8, 1, 1, 1), 2
-twice = [r.tokens_per_s_per_gpu for r in measured if (r.layout, r.nodes) == (layout, nodes)]
-reveal(guess_twice, max(twice) / min(twice))
-print("tokens/s per GPU:", twice)
+twice = [run for run in measured if (run.layout, run.nodes) == (layout, nodes)]
+rates = [run.tokens_per_s_per_gpu for run in twice]
+reveal(guess_twice, max(rates) / min(rates))
+for run in twice:
+    print(f"{run.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, {run.memory_bytes / GIB:.1f} GiB")
 slow, of_all = playbook.outliers(times=2)
 print(f"{len(slow)} of {of_all} runs with two neighbors are at least 2 times slower than both:")
 for run in slow:
-    print(f"  {run.layout} on {run.nodes} nodes: {run.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
+    words = f"{run.model}, DP {run.dp} x TP {run.tp} x PP {run.pp} on {run.nodes} nodes"
+    print(f"  {words}: {run.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
 
 # %% tags=["picture"]
 show(*playbook_pictures.far_off())
 
 # %% [markdown]
+# The two runs also differ in their memory, so perhaps something else was different, which the table
+# does not record. That is a finding, too: a table keeps only the settings that its author thought
+# of.
+#
 # A *neighbor* is a run of the same configuration on half or on twice as many nodes. Throughput per
 # GPU changes smoothly along such a series, so a run that is many times slower than both neighbors
 # did not measure its method. Possible causes are a slow GPU or network card in the job, other jobs
 # on the same network, or an allocator near the limit of its memory. The table cannot say which. The
-# authors report node failures and hanging jobs during the benchmark in their own text.
+# authors themselves report node failures, hanging jobs, and benchmarks that took hours in place of
+# minutes (section "Lessons learned on benchmarking").
 #
 # The picture shows why this matters. From the run on 8 nodes alone, you would conclude that
 # pipelines are useless. From its neighbors, and from the other configurations on the same number of
@@ -409,6 +410,16 @@ show(*playbook_pictures.far_off())
 # only take turns.
 
 # %% tags=["measured"]
+import tempfile
+from pathlib import Path
+
+from course_lib.core.records import read_runs
+from course_lib.jobs.profile import read_profile
+from course_lib.scaling_study.aggregate import aggregate
+from course_lib.scaling_study.costing import cost_study
+from course_lib.scaling_study.plan import find_study
+from course_lib.scaling_study.run_local import run_all
+
 folder = Path(tempfile.mkdtemp()) / "study-laptop"
 costing = cost_study(find_study("laptop").only(models=["tiny"]), read_profile("laptop"), folder)
 run_all(costing)  # what `course study run laptop --model tiny` calls
@@ -535,7 +546,9 @@ for name, found in (("DDP", two.losses), ("the wrong run", wrong)):
 # four commodity GPUs over PCIe, without NVLink. You cannot open it, so take from it only an order,
 # for two GPUs: DP and ZeRO-1 were the most efficient, TP came clearly after them, and the pipeline
 # came last. Over several PCIe bridges, the efficiency of all methods fell strongly. That TP loses
-# first on slow links agrees with section 4, which you can check in a public table.
+# first on slow links agrees with section 4, which you can check in a public table. Even there, the
+# order depended on the software: Tazi et al. report that TP beat PP until they optimized their PP
+# code ("Benchmarking thousands of configurations").
 #
 # So before you choose, look at the links. The links of a machine form a *matrix*
 # (`nvidia-smi topo -m`). The picture shows yours if you have several GPUs, otherwise an invented
@@ -682,8 +695,8 @@ for note in notes(mine):
 #
 # ## Read on
 #
-# - Tazi et al. 2025, *The Ultra-Scale Playbook*, "Finding the best training configuration": the
-#   authors' own reading of these runs, and what went wrong in them.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*, "Finding the best training configuration":
+#   the authors' own reading of these runs, and what went wrong in them.
 # - Amdahl 1967, *Validity of the single processor approach*: the fixed part.
 # - McCandlish et al. 2018, *An empirical model of large-batch training*: when a larger batch saves
 #   steps.
