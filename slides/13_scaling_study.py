@@ -1,24 +1,23 @@
 """The pictures of the deck 13_scaling_study, drawn by the functions that the notebook calls."""
 
 from course_lib.scaling_study import pictures as of_study
-from course_lib.scaling_study import playbook_pictures
 from course_lib.scaling_study.lab import EXAMPLE_LINKS
 from course_lib.scaling_study.results import sample_results
 
 
 def strong():
     """Published strong scaling of data parallelism, and the law through two of its runs."""
-    return playbook_pictures.strong_scaling()[0]
+    return of_study.strong_scaling()[0]
 
 
 def replicas():
     """Throughput of a replica over its TP degree, for three micro-batch sizes."""
-    return playbook_pictures.replicas_over_tp()[0]
+    return of_study.replicas_over_tp()[0]
 
 
 def far_off():
     """Four layouts over nodes; one of them has two runs far below the others."""
-    return playbook_pictures.far_off()[0]
+    return of_study.far_off()[0]
 
 
 def matrix():

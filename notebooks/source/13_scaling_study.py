@@ -36,7 +36,7 @@ from course_lib.checks import check
 from course_lib.core.units import GIB
 from course_lib.display import claim, predict, reveal, show
 from course_lib.ranks import Ranks
-from course_lib.scaling_study import lab, pictures, playbook, playbook_pictures
+from course_lib.scaling_study import lab, pictures, playbook
 from course_lib.scaling_study.results import own_or_sample, sample_results
 
 # %% [markdown]
@@ -106,7 +106,7 @@ guess_dp = predict("efficiency of DP on 32 nodes", unit="%")
 
 # %% tags=["picture"]
 reveal(guess_dp, 100 * dp[1].step_s / (32 * dp[32].step_s))
-show(*playbook_pictures.strong_scaling())
+show(*pictures.strong_scaling())
 
 # %% [markdown]
 # Up to four nodes, about a tenth of the throughput is lost; on 32 nodes, more than half. The reason
@@ -287,7 +287,7 @@ for tp, run in two_nodes.items():
 # a step. The picture tests both.
 
 # %% tags=["picture"]
-show(*playbook_pictures.replicas_over_tp())
+show(*pictures.replicas_over_tp())
 tp8 = {size: playbook.series("1B", tp=8, micro_batch=size)[16] for size in (1, 2, 4, 8)}
 for size, run in tp8.items():
     memory = f"{run.memory_bytes / GIB:.0f} GiB"
@@ -377,7 +377,7 @@ for run in slow:
     print(f"  {words}: {run.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
 
 # %% tags=["picture"]
-show(*playbook_pictures.far_off())
+show(*pictures.far_off())
 
 # %% [markdown]
 # The two runs also differ in their memory, so perhaps something else was different, which the table

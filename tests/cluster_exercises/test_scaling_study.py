@@ -10,6 +10,7 @@ from course_lib.jobs.lint.check import lint_job
 from course_lib.scaling_study import results as own
 from course_lib.scaling_study.amdahl import StrongScaling
 from course_lib.scaling_study.lab import BROKEN_SCRIPT, EmulatedDevice
+from course_lib.scaling_study.pictures import far_off, replicas_over_tp, strong_scaling
 from course_lib.scaling_study.playbook import (
     efficiencies,
     fit,
@@ -20,7 +21,6 @@ from course_lib.scaling_study.playbook import (
     why_failed,
     zero_ratios,
 )
-from course_lib.scaling_study.playbook_pictures import far_off, replicas_over_tp, strong_scaling
 from course_lib.scaling_study.results import Results, sample_results
 
 
