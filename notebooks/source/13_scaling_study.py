@@ -121,11 +121,11 @@ show(*pictures.strong_scaling())
 #
 # *Difficulty 2 of 5, importance 4 of 5, about 15 minutes, about 6 lines.*
 #
-# Return the efficiency of each run, in per cent and in the order of `runs`. Compare each run with
-# the *base* of its work: among the runs with the same `model`, `batch` and `seq`, the base is the
-# one with the fewest `nodes`; if several have so few, it is the fastest of them. The efficiency is
-# nodes times `step_s` of the base, divided by nodes times `step_s` of the run. Example: 12 s on 1
-# node and 4 s on 4 nodes give 100 and 75. You need this to compare configurations fairly.
+# Return the efficiency of each run, in per cent and in the order of `runs`. Compare a run with its
+# *base*: among the runs with the same `model`, `batch` and `seq`, the one with the fewest `nodes`;
+# if several have so few, the fastest of them. The efficiency is nodes times `step_s` of the base,
+# divided by nodes times `step_s` of the run. Example: 12 s on 1 node and 4 s on 4 nodes give 100
+# and 75. You need this to compare configurations fairly.
 #
 # <details><summary>Hint: how to find the base</summary>
 # <code>min(..., key=lambda one: (one.nodes, one.step_s))</code> compares nodes first, then seconds.
@@ -177,10 +177,10 @@ for tp in (4, 8):
 #
 # ## 3 A law with two parts
 #
-# We have read six runs from a table. Could we have *predicted* the last ones from the first? Amdahl
-# (1967) divided the time of a program in two. Some seconds of a step do not become fewer with more
-# nodes: exposed messages, and work that each rank repeats, such as the optimizer step. We call them
-# $f$ (fixed). The other seconds, $s$, are shared by the nodes:
+# Could we have *predicted* the last of these six runs from the first? Amdahl (1967) divided the
+# time of a program in two. Some seconds of a step do not become fewer with more nodes: exposed
+# messages, and work that each rank repeats, such as the optimizer step. We call them $f$ (fixed).
+# The other seconds, $s$, are shared by the nodes:
 #
 # $$T_n = f + \frac{s}{n}$$
 #
@@ -197,8 +197,8 @@ for tp in (4, 8):
 #
 # *Difficulty 3 of 5, importance 5 of 5, about 15 minutes, about 8 lines.*
 #
-# Write the law for ranks. `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` is a
-# list of experiments on one rank: take the one with the same `run.work`. All have `step_s`. Return
+# `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` lists experiments on one
+# rank: take the one with the same `run.work`. All have `step_s`. Apply the law to ranks, and return
 # the efficiency of `experiment` in per cent, the fixed seconds, and the largest number of ranks
 # whose efficiency, by the law, is at least `percent` (`math.inf` if the fixed part is 0 or less).
 # Example: 2 s alone, 1.25 s on 2 ranks and 80 % give 80, 0.5 and 2.
