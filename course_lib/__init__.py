@@ -5,6 +5,7 @@ files are for: the method, and where the lesson has them, what predicts, measure
 
     ranks              00  real processes in a notebook, their calls traced, hangs explained
     memory             01  parameters, gradients, optimizer state, activations: predicted, weighed
+    speed              01b the FLOP of a step, MFU, rooflines of memory and links
     accumulation       02  one large batch from small ones
     recompute          03  activation recomputation, mixed precision, FP8 and MX
     collectives        04  broadcast to all-reduce, written by hand from send and recv

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 EXAM = Path(__file__).resolve().parents[1] / "docs" / "exam.md"
-HEADING = re.compile(r"^### (\d+) (.+) \(lesson \d\d, [a-z ]+, (\d+) points\)$", re.MULTILINE)
+HEADING = re.compile(r"^### (\d+) (.+) \(lesson \d\d[a-z]?, [a-z ]+, (\d+) points\)$", re.MULTILINE)
 
 
 def papers(page: str) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import fmean
 
 MERMAID = re.compile(r"```mermaid\n(.*?)```\n", re.DOTALL)
-NAMED = re.compile(r"(\d\d)\[([^\]]+)\]")
+NAMED = re.compile(r"(\d\d[a-z]?)\[([^\]]+)\]")
 WIDE, HIGH, COLUMN, ROW = 118, 28, 142, 50  # a box, and from one to the next
 
 
@@ -20,7 +20,7 @@ def after_what(graph: str) -> tuple[dict[str, str], dict[str, list[str]]]:
     names: dict[str, str] = dict(sorted(NAMED.findall(graph)))
     before: dict[str, list[str]] = {number: [] for number in names}
     for line in graph.splitlines()[1:]:
-        steps = [re.findall(r"\b\d\d\b(?! \w)", step) for step in line.split("-->")]
+        steps = [re.findall(r"\b\d\d[a-z]?\b(?! \w)", step) for step in line.split("-->")]
         for sources, targets in pairwise(steps):
             for target in targets:
                 before[target] += sources
@@ -43,7 +43,9 @@ def drawn(graph: str, stems: list[str]) -> str:
         for number, (column, row) in place.items()
     }
     wires = [wire(*at[one], *at[number]) for number in names for one in before[number]]
-    boxes = [box(*at[n], names[n], next(s for s in stems if s[:2] == n)) for n in names]
+    boxes = [
+        box(*at[n], names[n], next(s for s in stems if s.partition("_")[0] == n)) for n in names
+    ]
     size = f"0 0 {COLUMN * len(free)} {ROW * (max(free.values()) + 0.5)}"
     label = "The lessons; each stands to the right of those that it builds on"
     lines = [f'<div class="map"><svg viewBox="{size}" role="group" aria-label="{label}">']

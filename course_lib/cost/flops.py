@@ -8,7 +8,7 @@ A causal mask makes half of the attention scores superfluous. There are two conv
 scores (`causal=False`, the default here), as Megatron (Narayanan et al. 2021, appendix) and PaLM
 (Chowdhery et al. 2022, appendix B) do, or half of them, which is what a causal kernel computes, as
 FlashAttention-2 does (Dao 2023, section 4.1). Compare MFUs of one convention only.
-Notebook 01_memory.
+Notebook 01b_speed.
 """
 
 from course_lib.core.errors import CourseError

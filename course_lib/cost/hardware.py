@@ -1,7 +1,7 @@
 """Devices by their data sheets: memory, bandwidth, peak FLOP/s, and links.
 
 Every peak is dense. Data sheets of GPUs that support structured sparsity print twice that number,
-"with sparsity", which training does not reach: `sparse_flop_per_s`. Notebook 01_memory.
+"with sparsity", which training does not reach: `sparse_flop_per_s`. Notebook 01b_speed.
 """
 
 import difflib

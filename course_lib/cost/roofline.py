@@ -3,7 +3,7 @@
 An operation with an arithmetic intensity of I FLOP per byte of memory traffic runs at most at
 min(peak, I * bandwidth): below the ridge point peak / bandwidth it is memory-bound, above it
 compute-bound. The same division with a link's bandwidth says when training waits for messages.
-Notebook 01_memory; used again in 04, 07, 10 and by the planner.
+Notebook 01b_speed; used again in 04, 07, 10 and by the planner.
 """
 
 from dataclasses import dataclass

@@ -1,44 +1,34 @@
 """Pictures of lesson 01, of which each returns a figure and its alt text.
 
-Model states by recipe, saved bytes by sequence, memory over steps, ways to make a model fit,
-published runs, rooflines.
+Model states by recipe, the tensors that a layer saves, saved bytes by sequence, memory over steps,
+ways to make a model fit.
 
 Notebook 01_memory.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from statistics import median
 
 from matplotlib.figure import Figure
 
+from course_lib.core.errors import CourseError
 from course_lib.core.recipes import BF16, RECIPES
 from course_lib.core.records import Ledger
 from course_lib.core.specs import ModelSpec
 from course_lib.core.units import MIB, format_bytes
-from course_lib.cost.flops import mfu, six_n_d, train_step_flop
 from course_lib.cost.hardware import find_device
-from course_lib.cost.params import count_params
-from course_lib.cost.published import rows
-from course_lib.cost.roofline import Roof, add_intensity, matmul_intensity, roof_of
-from course_lib.display import Voices, compare, memory
-from course_lib.memory import lab
+from course_lib.display import KIND, Voices, compare, memory
+from course_lib.display.colours import QUIET, SERIES, WHITE
+from course_lib.display.page import SMALL_PT, Margins, page
 from course_lib.memory.calculator import read_setup
 from course_lib.memory.formulas import model_states
+from course_lib.memory.layer_bytes import Pass, total
 
-GPUS = ("a100-80", "h100", "h200", "b200")
-
-# MPT-7B in LLM Foundry's benchmarks: its counts of parameters are those of these sizes
-MPT_7B = ModelSpec(
-    name="mpt-7b",
-    hidden=4096,
-    num_layers=32,
-    num_heads=32,
-    ffn_hidden=16384,
-    vocab=50368,
-    max_seq=2048,
+SAVED_BY = (  # the operation that saves each tensor of `Pass.layer`, in the order of forward
+    *("norm", "q, k, v: products", "scores: q · kᵀ", "q · kᵀ, and · v", "softmax", "dropout"),
+    *("product with v", "out: product", "norm", "product h to f", "GELU", "product f to h"),
+    "dropout, twice",
 )
-
+SCORES = ("softmax", "weights' mask", "weights after dropout")
 WAYS_TO_FIT = {
     "as it is": "--model llama-8b",
     "full recompute": "--model llama-8b --recompute full",
@@ -64,32 +54,68 @@ def states_by_recipe(num_params: int, gpu: str = "h100") -> tuple[Figure, str]:
     return memory(bars, title, limit_bytes=limit_bytes), f"{title}: the usual one takes {usual}"
 
 
+def layer_tensors(spec: ModelSpec, batch: int, seq: int) -> tuple[Figure, str]:
+    """Draw a GPT layer, written out, in bf16: its operations, and the tensors that each saves.
+
+    Raises: CourseError for a layer with other operations, such as a gated MLP
+    """
+    rows = Pass(spec=spec, batch=batch, seq=seq, flash=False, dropout=True).layer()
+    if len(rows) != len(SAVED_BY):
+        raise CourseError(f"layer_tensors: need a layer with GELU; got {len(rows)} tensors.")
+    scores = sum(row.num_bytes for row in rows if row.name in SCORES)
+    title = (
+        f"{scores / total(rows):.0%} of the {format_bytes(total(rows))} that this layer saves "
+        "are scores: a number per pair of tokens"
+    )
+    note = f"{batch} x {seq:,} tokens, {spec.num_heads} heads, hidden {spec.hidden:,}, bf16"
+    figure, (axes,) = page(
+        title, [0.27 * len(rows)], note=note, margins=Margins(left=0, right=0, bottom=0.1)
+    )
+    axes.set_axis_off()
+    axes.set_xlim(0, 100)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.plot([14, 14], [0, len(rows) - 1], color=QUIET, linewidth=1, zorder=0)  # the layer's order
+    most = max(row.num_bytes for row in rows)
+    numbers, pairs = batch * seq * spec.hidden, batch * spec.num_heads * seq**2
+    for y, (row, operation) in enumerate(zip(rows, SAVED_BY, strict=True)):
+        box = {"boxstyle": "round,pad=0.25", "facecolor": WHITE, "edgecolor": QUIET}
+        axes.text(14, y, operation, ha="center", va="center", fontsize=SMALL_PT, bbox=box)
+        axes.barh(y, 38 * row.num_bytes / most, left=30, height=0.7, color=KIND["activations"].fill)
+        unit, name = (pairs, "as²b") if row.name in SCORES else (numbers, "sbh")
+        words = f" {row.name}: {row.num_bytes / unit:g} {name} = {format_bytes(row.num_bytes)}"
+        axes.text(30 + 38 * row.num_bytes / most, y, words, va="center", fontsize=SMALL_PT)
+    return figure, f"{title}. The largest: {format_bytes(most)}"
+
+
 def saved_by_sequence(
     seqs: Sequence[int], saved: Mapping[str, Mapping[str, Sequence[int]]]
 ) -> tuple[Figure, str]:
     """Draw the bytes that autograd saves, written out and with flash attention, by sequence.
 
-    saved   bytes at each length: by way, then by "formula", "measurement" and maybe "simulation"
+    saved   bytes at each length: by way, then by "formula", maybe "simulation", and "measurement",
+            which may end at a shorter length than the others
     """
     in_mib = {
         name: {voice: [size / MIB for size in sizes] for voice, sizes in way.items()}
         for name, way in saved.items()
     }
     curves = {
-        name: Voices(
-            formula=way["formula"],
-            simulation=way.get("simulation"),
-            measurement=way["measurement"],
-        )
+        name: Voices(formula=way["formula"], simulation=way.get("simulation"))
         for name, way in in_mib.items()
     }
-    pairs = (zip(way["formula"], way["measurement"], strict=True) for way in saved.values())
+    measured = [len(way["measurement"]) for way in saved.values()]
+    pairs = (zip(way["formula"], way["measurement"], strict=False) for way in saved.values())
     off = max(abs(one - other) for pair in pairs for one, other in pair)
     agree = f"differ by up to {off:,} bytes" if off else "agree to the byte"
     title = f"Formula and autograd {agree}; with flash attention, growth is linear"
-    figure = compare(seqs, curves, title, x_label="tokens in a sequence", y_label="saved (MiB)")
-    most = ", ".join(f"{name} {sizes['formula'][-1]:.3g} MiB" for name, sizes in in_mib.items())
-    return figure, f"{title}; at {seqs[-1]} tokens: {most}"
+    note = f"dots: measured, up to {seqs[max(measured) - 1]:,} tokens"
+    labels = {"x_label": "tokens in a sequence", "y_label": "saved (MiB)"}
+    figure = compare(seqs, curves, title, note=note, **labels)
+    for index, way in enumerate(in_mib.values()):
+        dots = way["measurement"]
+        figure.axes[0].plot(seqs[: len(dots)], dots, "o", color=SERIES[index], markersize=4.5)
+    most = ", ".join(f"{name} {sizes['formula'][-1]:,.0f} MiB" for name, sizes in in_mib.items())
+    return figure, f"{title}; at {seqs[-1]:,} tokens: {most}"
 
 
 def first_steps(ledger: Ledger) -> tuple[Figure, str]:
@@ -111,162 +137,3 @@ def ways_to_fit(gpu: str = "h100") -> tuple[Figure, str]:
     figure = memory(ledgers, title, limit_bytes=find_device(gpu).memory_bytes)
     peak = format_bytes(ledgers["8 ranks, ZeRO-3"].peak_bytes())
     return figure, f"{title}; ZeRO-3 on 8 ranks takes {peak}"
-
-
-def mpt_runs() -> list[tuple[int, float, float]]:
-    """Return (seq, tokens/s per GPU, reported MFU in percent) of MPT-7B on 8 H100s in bf16."""
-    found = [
-        (int(row["SeqLen (T)"]), float(row["Throughput (T/s/GPU)"]), float(row["MFU"]))
-        for row in rows("llm_foundry")
-        if row["Model"] == "7b" and row["# GPUs"] == "8" and row["section"] == "H100 80GB BF16"
-    ]
-    return sorted(found)
-
-
-def mfu_of_run(seq: int, tokens_per_s: float, count: str) -> float:
-    """Return the MFU in percent of MPT-7B on an H100, by one way to count FLOP.
-
-    count   "all scores", "half of the scores" or "6ND"
-    """
-    if count == "6ND":
-        flop = six_n_d(count_params(MPT_7B), seq)
-    else:
-        flop = train_step_flop(MPT_7B, 1, seq, causal=count == "half of the scores")
-    return 100 * mfu(flop, seq / tokens_per_s, find_device("h100").peak("bf16"))
-
-
-def mfu_by_convention() -> tuple[Figure, str]:
-    """Draw the MFU of the same published runs by three ways to count the FLOP."""
-    runs = mpt_runs()
-    seqs, told = [seq for seq, _, _ in runs], [reported for _, _, reported in runs]
-    curves = {
-        count: Voices(
-            formula=[mfu_of_run(seq, speed, count) for seq, speed, _ in runs],
-            published=(seqs, told) if count == "all scores" else None,
-        )
-        for count in ("all scores", "half of the scores", "6ND")
-    }
-    longest, speed, _ = runs[-1]
-    ends = [f"{mfu_of_run(longest, speed, count):.0f} %" for count in curves]
-    title = f"At {longest:,} tokens the same run has an MFU of {', '.join(ends[:2])} or {ends[2]}"
-    figure = compare(
-        seqs,
-        curves,
-        title,
-        x_label="tokens in a sequence",
-        y_label="MFU (%)",
-        log_x=True,
-        note="formula: FLOP of the published tokens/s",
-        source="MPT-7B on 8 H100s: MosaicML, LLM Foundry, scripts/train/benchmarking",
-    )
-    return figure, f"{title}. All scores is what LLM Foundry reports"
-
-
-def real_runs() -> dict[str, list[tuple[int, float]]]:
-    """Return (GPUs, reported MFU in percent) of published runs, by study."""
-    foundry = [
-        (int(row["# GPUs"]), float(row["MFU"]))
-        for row in rows("llm_foundry")
-        if row["Model"] == "7b"
-        and row["SeqLen (T)"] == "2048"
-        and row["Precision"] == "amp_bf16"
-        and row["section"].startswith("H100 80GB BF16")
-    ]
-    return {
-        "Megatron, 22B to 1T, A100": sorted(
-            (int(row["gpus"]), float(row["mfu_pct"]))
-            for row in rows("korthikanti22")
-            if row["mfu_pct"] and row["table"] in ("Table 5", "text sec 6.3")
-        ),
-        "LLM Foundry, 7B, H100": sorted(foundry),
-        "Llama 3 405B, H100": sorted(
-            (int(row["gpus"]), float(row["bf16_mfu_pct"])) for row in rows("llama3")
-        ),
-    }
-
-
-def mfu_of_real_runs() -> tuple[Figure, str]:
-    """Draw the MFU that three studies report, against the number of GPUs."""
-    runs = real_runs()
-    curves = {
-        name: Voices(published=([gpus for gpus, _ in found], [told for _, told in found]))
-        for name, found in runs.items()
-    }
-    told = [share for found in runs.values() for _, share in found]
-    title = f"These training runs report an MFU of {min(told):.0f} to {max(told):.0f} %"
-    figure = compare(
-        [],
-        curves,
-        title,
-        x_label="GPUs",
-        y_label="MFU (%)",
-        log_x=True,
-        source="Korthikanti et al. 2022, table 5 and section 6.3; MosaicML, LLM Foundry, "
-        "scripts/train/benchmarking; Llama team 2024, table 4",
-    )
-    most = max(gpus for found in runs.values() for gpus, _ in found)
-    return figure, f"{title}, on up to {most:,} GPUs"
-
-
-def measured_roof(roof: Roof, rates: dict[int, list[float]]) -> tuple[Figure, str]:
-    """Draw measured products under the measured roof."""
-    intensity = [matmul_intensity(m, lab.WIDTH, lab.WIDTH, lab.FP32_BYTES) for m in rates]
-    gflop = [[rate / 1e9 for rate in found] for found in rates.values()]
-    speeds = [median(found) for found in gflop]
-    under = all(y <= roof.attainable(x) / 1e9 for x, y in zip(intensity, speeds, strict=True))
-    curve = Voices(formula=lambda x: roof.attainable(x) / 1e9, measurement=gflop)
-    stay = "stay under the roof, and approach its" if under else "approach the roof's"
-    title = f"Measured products {stay} peak with more tokens"  # a large cache can lift them above
-    figure = compare(
-        intensity,
-        {f"[m, {lab.WIDTH}] @ [{lab.WIDTH}, {lab.WIDTH}] in fp32": curve},
-        title,
-        x_label="arithmetic intensity (FLOP per byte): about m / 2",
-        y_label="GFLOP/s",
-        log=True,
-        note=f"one thread; the roof: {roof.flop_per_s / 1e9:.0f} GFLOP/s of the fastest product, "
-        f"{roof.bytes_per_s / 1e9:.1f} GB/s of an add",
-        names={"formula": "roof"},
-    )
-    ends = f"{speeds[0]:,.0f} GFLOP/s for {min(rates)} token, {speeds[-1]:,.0f} for {max(rates)}"
-    return figure, f"{title}: {ends}"
-
-
-def _tera(roof: Roof, intensity: float) -> float:
-    return roof.attainable(intensity) / 1e12
-
-
-def gpu_roofs(dtype: str = "bf16") -> tuple[Figure, str]:
-    """Draw the roofs of four GPUs by their data sheets."""
-    roofs = {name: roof_of(find_device(name), dtype) for name in GPUS}
-    xs = [2.0**k for k in range(-3, 13)]
-    curves = {name: Voices(formula=partial(_tera, roof)) for name, roof in roofs.items()}
-    ridges = [roof.ridge for roof in roofs.values()]
-    title = (
-        f"These GPUs need {min(ridges):.0f} to {max(ridges):.0f} FLOP per byte to reach their peak"
-    )
-    figure = compare(
-        xs,
-        curves,
-        title,
-        x_label=f"arithmetic intensity (FLOP per byte), {dtype}",
-        y_label="TFLOP/s, at most",
-        log=True,
-        source="data sheets: course_lib/cost/hardware.py names each",
-    )
-    return figure, f"{title}; an add has {add_intensity():.2g}"
-
-
-def roof_rows(dtype: str = "bf16") -> str:
-    """Return a table: where common operations stand on each GPU."""
-    operations = {
-        "add of two tensors": add_intensity(),
-        "product, 1 token": matmul_intensity(1, lab.WIDTH, lab.WIDTH),
-        "product, 128 tokens": matmul_intensity(128, lab.WIDTH, lab.WIDTH),
-        "product, 4,096 tokens": matmul_intensity(4096, lab.WIDTH, lab.WIDTH),
-    }
-    lines = ["FLOP per byte".rjust(36) + "".join(f"{name:>10}" for name in GPUS)]
-    for name, intensity in operations.items():
-        bounds = [roof_of(find_device(gpu), dtype).bound(intensity) for gpu in GPUS]
-        lines.append(f"{name:<22}{intensity:>14,.2f}" + "".join(f"{b:>10}" for b in bounds))
-    return "\n".join(lines)

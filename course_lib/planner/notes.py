@@ -42,7 +42,7 @@ def plan_notes(step: PredictedStep) -> list[str]:
 
 
 def roofline_note(step: PredictedStep) -> str:
-    """Return what limits this plan by the roofline of lesson 01: its products, and its gradients.
+    """Return what limits this plan by the roofline of lesson 01b: its products, and its gradients.
 
     The link is the one between the ranks that share parameters, in one direction; what the links
     and the products reach of their bandwidth and peak is in the bill.
@@ -55,7 +55,7 @@ def roofline_note(step: PredictedStep) -> str:
         (matmul_intensity(m, depth, n, number_bytes), (m, depth, n)) for m, depth, n in products
     )
     said = (
-        f"By the roofline (lesson 01): the product of lowest intensity, [{m}, {depth}] @ "
+        f"By the roofline (lesson 01b): the product of lowest intensity, [{m}, {depth}] @ "
         f"[{depth}, {n}], has {intensity:,.0f} FLOP per byte, and the ridge is {roof.ridge:.0f}: "
         f"bound by {roof.bound(intensity)}."
     )

@@ -199,7 +199,7 @@ WRONG = [
     ("memory-4", as_floats, "An int is needed"),
     ("memory-4", lambda *_: {"mlp": 1}, "got mlp"),
     ("memory-5", lambda states, acts, grads, n: states + sum(acts), "need"),
-    ("memory-6", lambda spec, batch, seq, causal: 6 * batch * seq, "Print your parts"),
+    ("speed-1", lambda spec, batch, seq, causal: 6 * batch * seq, "Print your parts"),
     ("data_parallel-1", freezes_all, "changed: need nothing; got requires_grad of"),
     ("tensor_parallel-2", Nothing, "need up_weight as an nn.Parameter"),
     ("mesh-2", loss_of_the_first_stage, ""),

@@ -317,7 +317,7 @@ def test_spoilt_hidden_cases_are_one_sentence(text, says, own):
 # --- a student's own cases
 
 DRAWN = (
-    *("memory-1", "memory-2", "memory-4", "memory-5", "memory-6", "ddp-1", "ddp-3"),
+    *("memory-1", "memory-2", "memory-4", "memory-5", "speed-1", "speed-2", "ddp-1", "ddp-3"),
     *("scaling_study-1", "scaling_study-2"),
 )
 

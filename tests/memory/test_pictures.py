@@ -4,9 +4,8 @@ import pytest
 
 from course_lib.core import MODELS
 from course_lib.core.units import MIB
-from course_lib.cost.roofline import Roof
 from course_lib.display.show import png_bytes
-from course_lib.memory import lab, pictures, step_ledger
+from course_lib.memory import pictures, step_ledger
 
 
 def title_of(figure):
@@ -67,16 +66,3 @@ def test_the_ways_to_fit_are_those_of_the_title():
     assert [peak <= 80 * 2**30 for peak in peaks] == [False, False, True, True, True]
     assert "80 GiB" in title
     assert alt.endswith("takes 35.6 GiB")
-
-
-def test_published_runs_and_roofs_say_their_range():
-    assert "38 to 56 %" in drawn(pictures.mfu_of_real_runs())[0]
-    assert "153 to 295 FLOP per byte" in drawn(pictures.gpu_roofs())[0]
-    rates = {m: [m * 1e9] * 3 for m in lab.TOKENS}
-    roof = Roof(name="made up", flop_per_s=256e9, bytes_per_s=10e9)
-    assert "stay under the roof" in drawn(pictures.measured_roof(roof, rates))[0]
-    low = Roof(name="made up", flop_per_s=256e9, bytes_per_s=1e9)
-    assert "stay under the roof" not in drawn(pictures.measured_roof(low, rates))[0]
-    assert drawn(pictures.measured_roof(roof, rates))[1].endswith(
-        "1 GFLOP/s for 1 token, 256 for 256"
-    )

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*_*.ipynb"))
 TEXT = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
-ENTRY = re.compile(r"- \*\*(?P<term>[^*]+)\*\* \(\[(?P<lesson>\d\d)\]\): (?P<words>\S.*[.)])")
-LINK = re.compile(r"^\[(\d\d)\]: (\S+)$", re.MULTILINE)
+ENTRY = re.compile(r"- \*\*(?P<term>[^*]+)\*\* \(\[(?P<lesson>\d\d[a-z]?)\]\): (?P<words>\S.*[.)])")
+LINK = re.compile(r"^\[(\d\d[a-z]?)\]: (\S+)$", re.MULTILINE)
 
 
 def entries() -> list[re.Match[str]]:
@@ -24,7 +25,7 @@ def test_entries_are_sorted_and_each_term_stands_once():
 
 def test_every_lesson_named_exists_and_every_lesson_is_named():
     links = dict(LINK.findall(TEXT))
-    lessons = {path.stem[:2]: path for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
+    lessons = {path.stem.partition("_")[0]: path for path in NOTEBOOKS}
     assert {entry["lesson"] for entry in entries()} == set(links) == set(lessons)
     for number, target in links.items():
         assert (ROOT / "docs" / target).resolve() == lessons[number]
@@ -32,11 +33,13 @@ def test_every_lesson_named_exists_and_every_lesson_is_named():
 
 def test_readme_lets_a_lesson_build_on_earlier_ones_only():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[(\d\d) [^|]+\|[^|]+\| ([^|]+) \| ([^|]+) \|$", readme, re.MULTILINE)
-    lessons = sorted(path.stem[:2] for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    rows = re.findall(
+        r"^\| \[(\d\d[a-z]?) [^|]+\|[^|]+\| ([^|]+) \| ([^|]+) \|$", readme, re.MULTILINE
+    )
+    lessons = sorted(path.stem.partition("_")[0] for path in NOTEBOOKS)
     assert [number for number, _, _ in rows] == lessons
     for number, after, hours in rows:
-        needed = re.findall(r"\d\d", after)
+        needed = re.findall(r"\d\d[a-z]?", after)
         assert set(needed) <= {one for one in lessons if one < number}
         assert needed == sorted(needed)
         assert re.fullmatch(r"[123][¼½¾]?", hours)

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (  # a package imports only from what stands before it
     *("core", "cost", "models", "ranks", "frameworks", "collectives", "display"),
-    *("memory", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
+    *("memory", "speed", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
     *("pipeline", "zero", "fsdp", "mesh", "checkpoint"),
     *("train", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {
     "ranks": "Ranks RankError Wait launch record span load_ipython_extension",
     "memory": "count_params model_states activations step_ledger param_parts params_on_rank",
+    "speed": "forward_flop train_step_flop six_n_d mfu roof_of OPERATIONS",
     "accumulation": "accumulated_step accumulate_gradients split_micro_batches "
     "by_items by_tokens as_sum",
     "recompute": "recompute recompute_none recompute_full recompute_selective recompute_segments "
@@ -44,7 +45,7 @@ PUBLIC = {
     "cli": "main",
 }
 LESSONS = (
-    *("accumulation", "recompute", "memory", "collectives", "data_parallel", "ddp"),
+    *("accumulation", "recompute", "memory", "speed", "collectives", "data_parallel", "ddp"),
     *("tensor_parallel", "pipeline", "zero", "fsdp", "planner", "checkpoint"),
 )
 

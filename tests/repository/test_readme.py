@@ -245,8 +245,8 @@ def all_before(lesson: str, after: dict[str, set[str]]) -> set[str]:
 
 def test_the_map_draws_what_the_table_says():
     """An arrow for each lesson of *after* that no other lesson of *after* builds on already."""
-    rows = re.findall(r"^\| \[(\d\d) .*\| ([^|]*) \| [^|]* \|$", README, re.MULTILINE)
-    after = {lesson: set(re.findall(r"\d\d", names)) for lesson, names in rows}
+    rows = re.findall(r"^\| \[(\d\d[a-z]?) .*\| ([^|]*) \| [^|]* \|$", README, re.MULTILINE)
+    after = {lesson: set(re.findall(r"\d\d[a-z]?", names)) for lesson, names in rows}
     needed = {
         (first, lesson)
         for lesson, names in after.items()
@@ -257,11 +257,11 @@ def test_the_map_draws_what_the_table_says():
     drawn = set()
     for line in lines.splitlines():
         bare = re.sub(r"\[.*?\]", "", line)
-        groups = [re.findall(r"\d\d", part) for part in bare.split("-->")]
+        groups = [re.findall(r"\d\d[a-z]?", part) for part in bare.split("-->")]
         for left, right in pairwise(groups):
             drawn |= {(a, b) for a in left for b in right}
     assert drawn == needed
-    assert set(re.findall(r"(\d\d)\[\1 ", lines)) == set(after)  # each is named once
+    assert set(re.findall(r"(\d\d[a-z]?)\[\1 ", lines)) == set(after)  # each is named once
 
 
 def test_the_screenshot_is_small_and_as_wide_as_the_tool_takes_it():

@@ -49,7 +49,7 @@ def table(text: str, first: str) -> list[list[str]]:
 
 def numbers(text: str) -> list[str]:
     """The lessons that a cell names."""
-    return re.findall(r"\b(\d\d) [a-z]", text)
+    return re.findall(r"\b(\d\d[a-z]?) [a-z]", text)
 
 
 def keys(text: str) -> list[str]:
@@ -67,9 +67,11 @@ def plan(title: str) -> tuple[list[list[str]], list[str]]:
 
 
 EXAM = (ROOT / "docs/exam.md").read_text()
-HOURS = {row[0][1:3]: hours(row[3]) for row in table(README, "lesson")}
-AFTER = {row[0][1:3]: re.findall(r"\d\d", row[2]) for row in table(README, "lesson")}
-BY_LESSON = {row[0][:2]: row[1:] for row in table(section("Lesson by lesson"), "lesson")}
+HOURS = {row[0][1:].split()[0]: hours(row[3]) for row in table(README, "lesson")}
+AFTER = {
+    row[0][1:].split()[0]: re.findall(r"\d\d[a-z]?", row[2]) for row in table(README, "lesson")
+}
+BY_LESSON = {row[0].split()[0]: row[1:] for row in table(section("Lesson by lesson"), "lesson")}
 
 
 @pytest.mark.parametrize("title", SYLLABI)
@@ -84,7 +86,7 @@ def test_hours_add_up_and_nothing_comes_before_what_it_builds_on(title):
             seen.append(lesson)
         assert sum(HOURS[lesson] for lesson in lessons) == hours(row[2]), row
     assert sorted(set(seen)) == sorted(seen)
-    named = dict(re.findall(r"\[(\d\d) ([\w ]+)\]\(notebooks", README))
+    named = dict(re.findall(r"\[(\d\d[a-z]?) ([\w ]+)\]\(notebooks", README))
     for row in rows:
         assert row[1] == ", ".join(f"{lesson} {named[lesson]}" for lesson in numbers(row[1]))
     assert sum(hours(row[2]) for row in rows) == hours(total[2])
@@ -96,7 +98,7 @@ def test_the_overview_says_what_the_syllabi_say():
     for row, title in zip(rows, SYLLABI, strict=True):
         weeks, total = plan(title)
         taught = sorted(lesson for week in weeks for lesson in numbers(week[1]))
-        named = re.findall(r"\d\d", row[2])
+        named = re.findall(r"\d\d[a-z]?", row[2])
         if " to " in row[2]:
             named = [lesson for lesson in LESSONS if named[0] <= lesson <= named[1]]
         assert taught == (named or [*LESSONS])
@@ -177,7 +179,7 @@ def slides_of(cell: str, left_out: str) -> dict[str, list[int]]:
 def test_sessions_of_six_weeks_fit_and_ask_what_was_taught():
     taught_in = {week[0]: numbers(week[1]) for week in plan("Six weeks")[0]}
     paper = re.search(r"^\| final of six weeks \|[^|]*\| ([\d, ]+) \|", EXAM, re.MULTILINE)[1]
-    lesson_of = dict(re.findall(r"^### (\d+) .*\(lesson (\d\d)", EXAM, re.MULTILINE))
+    lesson_of = dict(re.findall(r"^### (\d+) .*\(lesson (\d\d[a-z]?)", EXAM, re.MULTILINE))
     seen: set[str] = set()
     shown: set[str] = set()
     rows = table(section("Session by session"), "session")
@@ -215,8 +217,8 @@ def test_assignments_of_six_weeks_can_be_composed():
 
 
 def test_every_section_that_is_named_is_in_its_lesson():
-    pairs = re.findall(r"(\d\d): ((?:\*[^*|]+\*(?:; )?)+)", " ".join(PAGE.split()))
-    pairs += re.findall(r"lesson (\d\d), (\*[^*|]+\*)", " ".join(PAGE.split()))
+    pairs = re.findall(r"(\d\d[a-z]?): ((?:\*[^*|]+\*(?:; )?)+)", " ".join(PAGE.split()))
+    pairs += re.findall(r"lesson (\d\d[a-z]?), (\*[^*|]+\*)", " ".join(PAGE.split()))
     assert len(pairs) > 30
     for number, titles in pairs:
         there = re.findall(r"^# #{2,3} (?:\d+ )?(.+)$", SOURCES[number], re.MULTILINE)
@@ -234,7 +236,7 @@ def test_demonstrations_have_all_they_need():
         words = re.findall(r"^- \*\*([\w ]+):\*\*", one, re.MULTILINE)
         assert words == ["Where", "Ask", "Do", "They see", "Say"]
         assert 5 <= int(re.search(r"(\d+) ?\n? *minutes", one)[1]) <= 10
-        lessons = re.findall(r"(\d\d): \*", one)
+        lessons = re.findall(r"(\d\d[a-z]?): \*", one)
         for code in re.findall(r"`(\w[\w.]*(?:\(\)|=\d)?)`", one):
             name = code.removesuffix("()")
             assert any(name in SOURCES[number] for number in lessons) or " " in name, code

@@ -1,4 +1,4 @@
-"""Exercise 6 of 01_memory: the FLOP of a step, under either convention for a causal mask."""
+"""Exercise 1 of 01b_speed: the FLOP of a step, under either convention for a causal mask."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -71,7 +71,7 @@ LOGITS = Cause("The logits are a product of [tokens, hidden] and [hidden, vocab]
 TIED = Cause("A tied head has no matrix of its own, but it still multiplies.")
 
 FLOP = Exercise(
-    key="memory-6",
+    key="speed-1",
     title="the FLOP of a step",
     library=(
         "course_lib.cost.flops:forward_flop",

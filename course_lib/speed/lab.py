@@ -1,4 +1,4 @@
-"""Measurements of lesson 01: this processor's peak, its bandwidth, and products under that roof."""
+"""Measurements of lesson 01b: this processor's peak and bandwidth, products under that roof."""
 
 import time
 from collections.abc import Callable
