@@ -1,11 +1,12 @@
 """The pictures of the deck 01_memory, drawn by the functions that the notebook calls."""
 
+from dataclasses import replace
+
 import torch
 
 from course_lib.core import MODELS
 from course_lib.core.units import GIB
-from course_lib.cost.flops import six_n_d, train_step_flop
-from course_lib.display import Voices, compare, memory
+from course_lib.display import memory
 from course_lib.memory import activations, count_params, step_ledger
 from course_lib.memory import pictures as drawn
 from course_lib.memory.layer_bytes import TORCH_CPU
@@ -13,7 +14,7 @@ from course_lib.memory.saved_tensors import measure_saved
 from course_lib.models import GPT, token_loss
 
 LLAMA, SMALL = MODELS["llama-8b"], MODELS["small"]
-SEQS = [32, 64, 128, 192, 256]
+SEQS = [128, 256, 512, 1024, 1536, 2048, 3072, 4096]
 
 
 def states():
@@ -21,9 +22,15 @@ def states():
     return drawn.states_by_recipe(count_params(LLAMA))[0]
 
 
+def layer():
+    """Draw a layer of GPT-2 with the tensors that its operations save."""
+    return drawn.layer_tensors(MODELS["gpt2"], batch=8, seq=1024)[0]
+
+
 def measured_bytes(seq, flash):
     """Return the bytes that autograd saves of a real model."""
-    model, tokens = GPT(SMALL, flash=flash), torch.zeros(2, seq, dtype=torch.long)
+    model = GPT(replace(SMALL, max_seq=seq), flash=flash)
+    tokens = torch.zeros(2, seq, dtype=torch.long)
     given = [*model.parameters(), tokens]
     kept = measure_saved(lambda: token_loss(model(tokens), tokens), given=given)
     return sum(one.num_bytes for one in kept)
@@ -40,9 +47,9 @@ def sequence():
     saved = {
         name: {
             "formula": [formula_bytes(seq, flash) for seq in SEQS],
-            "measurement": [measured_bytes(seq, flash) for seq in SEQS],
+            "measurement": [measured_bytes(seq, flash) for seq in SEQS[:3]],
         }
-        for name, flash in (("written out", False), ("flash", True))
+        for name, flash in (("unfused", False), ("flash", True))
     }
     return drawn.saved_by_sequence(SEQS, saved)[0]
 
@@ -60,32 +67,7 @@ def ways_to_fit():
     return drawn.ways_to_fit()[0]
 
 
-def rule_of_thumb():
-    """Draw 6ND beside the counts of every product, with all scores and with half of them."""
-    seqs = [2**k for k in range(10, 18)]
-    counts = {
-        name: [train_step_flop(LLAMA, 1, seq, causal=causal) / seq / 1e9 for seq in seqs]
-        for name, causal in (("all scores", False), ("half of the scores", True))
-    }
-    curves = {name: Voices(formula=count) for name, count in counts.items()} | {
-        "6ND": Voices(formula=[six_n_d(count_params(LLAMA), seq) / seq / 1e9 for seq in seqs]),
-    }
-    title = "llama-8b: FLOP per token"
-    labels = {"x_label": "tokens in a sequence", "y_label": "GFLOP per token"}
-    return compare(seqs, curves, title, log=True, **labels)
-
-
-def convention():
-    """Draw the MFU of published runs by three counts."""
-    return drawn.mfu_by_convention()[0]
-
-
-def gpus():
-    """Draw the rooflines of four GPUs."""
-    return drawn.gpu_roofs()[0]
-
-
 def pictures():
     """Return all pictures by the names that the deck uses."""
-    drawn = (states, sequence, four_steps, ways_to_fit, rule_of_thumb, convention, gpus)
+    drawn = (states, layer, sequence, four_steps, ways_to_fit)
     return {draw.__name__: draw() for draw in drawn}

@@ -1,34 +1,32 @@
 # %% [markdown]
 # # 01 Memory: where the bytes go
 #
-# **Can you know beforehand how many bytes a training step needs?** **Predict** them from a few
-# sizes, **measure** what PyTorch keeps, and **compare**.
+# **Can you know how many bytes a training step needs before you run it?** You will *predict* the
+# bytes from a few sizes of the model, *measure* what PyTorch really keeps, and *compare*.
 #
 # *After this lesson you can*
 #
-# - count the parameters of a transformer, and the bytes of its weights, gradients and optimizer;
-# - derive the bytes that a layer of GPT or Llama saves for backward;
-# - say when in a step memory is at its peak, and what to change when a model does not fit;
-# - count a step's FLOP, read a published MFU, and say whether arithmetic, memory or a link limits
-#   speed.
+# - count the parameters of a transformer, and the bytes of its weights, gradients and optimizer
+#   state;
+# - derive the bytes that a layer of GPT or Llama saves for the backward pass;
+# - say when in a step memory reaches its peak, and what to change when a model does not fit.
 #
-# **Prerequisites:** a little PyTorch. **Time:** about 75 minutes of reading and running,
-# 70 of exercises. Exercises 1 to 4 are *core*, 5 and 6 go *further*.
+# **Prerequisites:** a little PyTorch. **Time:** about 65 minutes of reading and running, 55 of
+# exercises. Exercises 1 to 4 are *core*, exercise 5 and section 8 go *further*.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $N$ | `num_params` | parameters |
 # | $L$ | `num_layers` | layers |
-# | $h$ | `hidden` | numbers per token between layers (residual stream) |
+# | $h$ | `hidden` | hidden size: numbers per token between layers (the residual stream) |
 # | $f$ | `ffn_hidden` | size of the MLP's inner layer, often $4h$ |
 # | $a$ | `num_heads` | attention heads |
 # | $V$ | `vocab` | tokens in the vocabulary |
 # | $b$ | `batch` | sequences in a micro-batch (one forward pass) |
 # | $s$ | `seq` | tokens in a sequence |
-# | $D$ | `tokens` | tokens in a step |
 #
-# Memory is reported in GiB ($2^{30}$ bytes), rates in powers of ten. An "80 GB" GPU has about 80
-# GiB. An fp32 number takes 4 bytes, a bf16 or fp16 number 2.
+# Memory is reported in GiB ($2^{30}$ bytes), and rates in powers of ten. A GPU that is sold with
+# "80 GB" has about 80 GiB. A number in fp32 takes 4 bytes; in bf16 or fp16 it takes 2.
 
 # %%
 from dataclasses import replace
@@ -41,7 +39,6 @@ from course_lib.checks import check
 from course_lib.core import MODELS
 from course_lib.core.recipes import RECIPES
 from course_lib.core.units import GIB, format_bytes
-from course_lib.cost.hardware import DEVICES
 from course_lib.display import YES_NO, predict, reveal, show
 from course_lib.memory import count_params, model_states, param_parts, pictures, step_ledger
 from course_lib.memory.optimizer_states import state_rows
@@ -52,8 +49,10 @@ torch.set_num_threads(1)  # the models here are small
 # %% [markdown]
 # ## 1 Counting parameters
 #
-# The smallest GPT-2 (Radford et al. 2019) has $h=768$, 12 layers, an MLP of $f=4h$, a vocabulary of
-# 50,257 tokens and 1,024 positions. How many million parameters does it have?
+# Almost everything in memory is proportional to the number of parameters, or to the number of
+# tokens. So the first thing to know about a model is its size. The smallest GPT-2 (Radford et al.
+# 2019) has $h=768$, 12 layers, an MLP with $f=4h$, a vocabulary of 50,257 tokens and 1,024
+# positions. How many million parameters does it have? Try to add up its matrices before you answer.
 
 # %% tags=["predict"]
 guess = predict("parameters of the smallest GPT-2", unit="million")
@@ -71,17 +70,25 @@ for name, model in built.items():
     print(f"{name}: formula {count_params(MODELS[name]):,}, counted {counted:,}")
 
 # %% [markdown]
-# Attention has four matrices of $h^2$ numbers, the MLP two of $4h^2$: together $12h^2$ per layer.
-# The *output matrix* (`head`), which computes the logits, is *tied* in GPT-2: it is the embedding's
-# matrix and adds no parameters.
+# The formula agrees with the models that PyTorch builds, to the last parameter. Here is where the
+# numbers come from. In each layer, attention has four matrices of $h\times h$ numbers: one each for
+# queries, keys and values, and one for the output. The MLP has two matrices, of $h\times4h$ and
+# $4h\times h$ numbers. Together these are $4h^2+8h^2=12h^2$ parameters per layer. The embedding
+# adds one vector of $h$ numbers for each of the $V$ tokens.
+#
+# The *output matrix* (`head` in the code) turns the last layer's vectors into logits, and so it
+# also has $V\times h$ numbers. In GPT-2 it is *tied*: the same parameter serves as embedding and as
+# output matrix, so it is counted once. In an untied model it is counted again.
 #
 # ### Exercise 1 (core): count a GPT
 #
-# Each matrix of attention and MLP has a bias ($f$ numbers if it goes from $h$ to $f$). There are
-# two norms per layer and one at the end, each with a weight and a bias. Each of the `spec.vocab`
-# tokens and `spec.max_seq` positions has a vector of $h$ numbers. An untied output matrix
-# (`spec.tied` is False) adds its numbers, without a bias. `spec.ffn_hidden` need not be $4h$.
-# Return an int. About 5 lines.
+# *Difficulty 1 of 5, importance 4 of 5, about 10 minutes and 5 lines.*
+#
+# Return the exact number of parameters of a GPT. Every matrix of attention and MLP has a bias (a
+# matrix from $h$ to $f$ has a bias of $f$ numbers). Each layer has two norms, and one more follows
+# the last layer; a norm has a weight and a bias. Each of the `spec.vocab` tokens and `spec.max_seq`
+# positions has a vector of $h$ numbers. If `spec.tied` is False, add an output matrix without bias.
+# Do not assume $f=4h$.
 
 
 # %% tags=["exercise"] exercise="memory-1"
@@ -103,16 +110,25 @@ check("memory-1", count_gpt)
 # <details><summary>Hint: my number is a little too small</summary>Print your parts beside those of
 # <code>param_parts(gpt2)</code>. Do you count biases and norms?</details>
 #
-# **A GPT with an MLP of $4h$, no GQA (section 4) and a tied output matrix has about $12Lh^2+Vh$
-# parameters; an untied output matrix adds $Vh$.**
+# **A GPT with an MLP of $4h$, with keys and values for every head, and with a tied output matrix
+# has about $12Lh^2+Vh$ parameters. An untied output matrix adds $Vh$.**
 #
 # ## 2 What each parameter costs
 #
-# The *usual recipe* (Rajbhandari et al. 2020, section 3.1) has, for each parameter, a 16-bit weight
-# and a 16-bit gradient (2 + 2 bytes), an fp32 *master copy* of the weight, in which small updates
-# are not rounded away (4), and Adam's two moments in fp32 (4 + 4). Together these are the *model
-# states*. Llama 3 8B (here: Llama-8B) has 8.03 billion parameters. How many GiB do its model states
-# take?
+# A bf16 parameter takes two bytes, so it is tempting to say that a model of 8 billion parameters
+# needs 16 GB. For training, this misses most of the memory, because the optimizer keeps several
+# numbers for every parameter.
+#
+# The most common mixed-precision recipe (Rajbhandari et al. 2020, section 3.1) holds for each
+# parameter:
+#
+# - a 16-bit weight and a 16-bit gradient, which forward and backward compute with (2 + 2 bytes);
+# - a *master copy* of the weight in fp32 (4 bytes). An update is often thousands of times smaller
+#   than its weight. Added to a bf16 number, it would be rounded away;
+# - Adam's two *moments* in fp32, the running means of the gradient and of its square (4 + 4 bytes).
+#
+# Together these are called the *model states*; the course calls this recipe the *usual* one. Llama
+# 3 8B (in the code `llama-8b`) has 8.03 billion parameters. How many GiB do its model states take?
 
 # %% tags=["predict"]
 guess = predict("model states of llama-8b in bf16", unit="GiB")
@@ -129,12 +145,15 @@ for billions in (1, 7, 70, 405):
 print("", state_rows(GPT(MODELS["small"])), sep="\n")
 
 # %% [markdown]
-# A recipe with an *accumulator*, fp32 gradients beside the bf16 ones, takes 20 bytes per parameter.
-# Others drop bf16 gradients, or have fp32 or bf16 (*pure*) everywhere.
+# Three quarters of the model states belong to the optimizer. The second column of the first table
+# adds a gradient *accumulator*: a sum of the gradients in fp32 beside the bf16 gradients, so that
+# adding up many micro-batches loses nothing to rounding. Other recipes drop the bf16 gradients, or
+# hold everything in fp32, or hold everything in bf16 (*pure* bf16).
 #
-# In the table, *8-bit Adam* stores one byte per moment (Dettmers et al. 2022, section 2.1),
-# *Adafactor* stores row and column sums (Shazeer and Stern 2018, section 3), and *Muon* stores one
-# momentum per weight of the layers' matrices (Jordan et al. 2024).
+# The second table shows optimizers that save memory. *8-bit Adam* stores each moment in one byte
+# (Dettmers et al. 2022, section 2.1). *Adafactor* replaces the second moment of a matrix by the
+# sums of its rows and columns (Shazeer and Stern 2018, section 3). *Muon* keeps one momentum
+# instead of two moments for the matrices of the layers (Jordan et al. 2024).
 
 # %% tags=["picture"]
 show(*pictures.states_by_recipe(count_params(llama)))
@@ -142,9 +161,12 @@ show(*pictures.states_by_recipe(count_params(llama)))
 # %% [markdown]
 # ### Exercise 2 (core): states under any recipe
 #
-# A recipe has `weight_bytes`, `grad_bytes`, `accumulator_bytes`, `master_bytes` and `moment_bytes`,
-# each the size of one number of that kind (0 if there is none), and `num_moments`. Return the bytes
-# of all model states, an int. About 3 lines.
+# *Difficulty 1 of 5, importance 4 of 5, about 5 minutes and 3 lines.*
+#
+# Return the bytes of all model states for any recipe, as an int. A recipe has `weight_bytes`,
+# `grad_bytes`, `accumulator_bytes`, `master_bytes` and `moment_bytes`: the size of one number of
+# that kind, or 0 if the recipe has none. It also has `num_moments`; Adam has two. For example, a
+# parameter of the usual recipe takes $2+2+0+4+2\cdot4=16$ bytes.
 
 
 # %% tags=["exercise"] exercise="memory-2"
@@ -161,14 +183,20 @@ def states_bytes(num_params, recipe):
 check("memory-2", states_bytes)
 
 # %% [markdown]
-# **With the usual recipe (bf16, an fp32 master copy, Adam), model states take 16 bytes per
-# parameter; with an accumulator they take 20.**
+# **With the usual recipe (bf16 with an fp32 master copy, and Adam), model states take 16 bytes per
+# parameter; with an fp32 accumulator they take 20.**
 #
 # ## 3 What backward needs
 #
-# To compute gradients, backward needs intermediate results of the forward pass, and autograd keeps
-# them: the *activations*. Take `y = gelu(x @ w)`, with `x` of shape `[8, 64]` and `w` of `[64,
-# 256]`, all fp32. How many bytes does autograd keep in addition to `x` and `w`?
+# The model states of a small model fit easily, and yet it can run out of memory, because a step
+# also needs memory for each *token*. To compute gradients, the backward pass needs intermediate
+# results of the forward pass: the gradient of $w$ in $y=xw$ is $x^\top dy$, and so $x$ must still
+# be there. Autograd therefore keeps such tensors from forward until backward has used them. They
+# are called *saved tensors*, or *activations*.
+#
+# How much is that for one small operation? Take `y = gelu(x @ w)`, with `x` of shape `[8, 64]` and
+# `w` of shape `[64, 256]`, both in fp32. `x` and `w` exist anyway. How many bytes does autograd
+# keep in addition?
 
 # %% tags=["predict"]
 guess = predict("kept for backward besides x and w", unit="bytes")
@@ -184,16 +212,19 @@ reveal(guess, sum(one.num_bytes for one in kept))
 print("kept:", *kept)
 
 # %% [markdown]
-# Autograd keeps one more tensor: the input of GELU. The product keeps `x`, which existed already.
-# The output of GELU is kept only if a later operation needs it.
+# Autograd keeps one additional tensor of $8\cdot256$ numbers: the *input* of GELU, from which the
+# derivative of GELU is computed. The matrix product keeps `x`, which costs nothing here because `x`
+# existed already. The *output* of GELU is not kept; it would be, if a later operation needed it.
 #
 # ### Exercise 3 (core): weigh what is saved
 #
-# `saved_tensors_hooks(pack, unpack)` calls `pack` with every tensor that an operation saves.
-# Autograd keeps what `pack` returns: return the tensor. Count each **storage** once: views of a
-# tensor share it, and a small view keeps all of it alive. Leave out the storages of `params`, whose
-# addresses are in `skip`. (Do not read `params` again: it may be an iterator.)
-# `tensor.untyped_storage()` has an address, `data_ptr()`, and a size, `nbytes()`. About 4 lines.
+# *Difficulty 3 of 5, importance 4 of 5, about 15 minutes and 4 lines.*
+#
+# Measure the bytes that autograd keeps. It calls `pack(tensor)` for each tensor that an operation
+# saves, and keeps what `pack` returns. Views share the **storage** of their tensor, and even a
+# small view keeps all of it alive: count each storage once, in full. `tensor.untyped_storage()` has
+# an address, `data_ptr()`, and a size, `nbytes()`. Leave out storages whose address is in `skip`.
+# For `gelu(x @ w)` above, with `[x, w]` as `params`, the result is 8,192.
 #
 # <details><summary>Hint: I count a tensor twice, or a parameter</summary>
 # A view may start at another address. Which address do all views of one tensor share?</details>
@@ -222,31 +253,43 @@ def weigh(fn, params):
 check("memory-3", weigh)
 
 # %% [markdown]
-# **Autograd keeps what operations save for backward; a storage that several tensors share counts
-# once.**
+# **Autograd keeps what each operation saves for its backward; a storage that several saved tensors
+# share takes memory only once.**
 #
 # ## 4 The bytes of a layer
 #
-# A GPT layer computes:
+# Now we can measure any model. But a measurement does not say what would change with twice the
+# heads or twice the tokens; for this we need a formula. The rules of the last section give one, if
+# we go through a layer operation by operation. A GPT layer computes:
 #
-# 1. norm; three matrix products of its output: q, k, v;
-# 2. attention, *written out* as separate operations: *scores* q · kᵀ, one number for each pair of
-#    tokens in each head; softmax; dropout; product with v;
-# 3. matrix product (`out`); dropout; sum with the residual stream;
-# 4. norm; product $h \to f$; GELU; product $f \to h$; dropout; sum with the residual stream.
+# 1. a norm, and three matrix products of its output: q, k and v;
+# 2. attention, here *unfused*, that is, written out as separate operations: the *scores* q · kᵀ
+#    (one number for each pair of tokens in each head), their softmax, dropout, and the product with
+#    v;
+# 3. a matrix product (`out`), dropout, and the sum with the residual stream;
+# 4. a norm, a product $h \to f$, GELU, a product $f \to h$, dropout, and the sum with the residual
+#    stream.
 #
-# A product saves both of its inputs (a weight exists anyway), a norm and GELU save their input,
-# softmax saves its output, and dropout saves a mask of one byte per number. A sum saves nothing.
+# What each operation saves follows from its derivative:
+#
+# | operation | saves | because its gradient is computed from |
+# |---|---|---|
+# | matrix product | both inputs (a weight is there anyway) | the other input |
+# | norm, GELU | its input | its input |
+# | softmax | its output | its output |
+# | dropout | a mask, one byte per number | which numbers were dropped |
+# | sum | nothing | nothing: its gradient is passed on |
 #
 # ### Exercise 4 (core): the bytes of a layer
 #
-# Return the bytes that one such layer saves, as a dict of ints: `norms` (their inputs), `attention`
-# (what the products of steps 1 to 3 save, without scores), `scores` (what step 2 saves with one
-# number per pair of tokens), `mlp` (step 4 from its first product to its last) and `masks` (of
-# steps 3 and 4). A number takes `number_bytes` bytes, except in masks. With *grouped-query
-# attention* (GQA, Ainslie et al. 2023), several heads share their keys and values: k and v have
-# `spec.kv_hidden` numbers per token. Nothing else changes. Leave out the norms' statistics. About 8
-# lines, 20 minutes.
+# *Difficulty 4 of 5, importance 5 of 5, about 20 minutes and 8 lines.*
+#
+# Derive the bytes that this layer saves, as a dict of ints: `norms` (their inputs), `attention`
+# (what products of steps 1 to 3 save, without scores), `scores` (what step 2 saves with one number
+# per pair of tokens), `mlp` (step 4, first to last product) and `masks` (steps 3 and 4). A number
+# takes `number_bytes`, in a mask 1 byte. With *grouped-query attention* (GQA, Ainslie et al. 2023)
+# heads share keys and values: k and v have `spec.kv_hidden` numbers per token. Ignore the norms'
+# statistics.
 #
 # <details><summary>Hint: attention is too large</summary>
 # q, k and v are three products, but of how many different tensors? Softmax's output is part of the
@@ -277,17 +320,34 @@ def layer_bytes(spec, batch, seq, number_bytes):
 check("memory-4", layer_bytes)
 
 # %% [markdown]
-# In bf16, with an MLP of $4h$ and no GQA, `norms`, `attention`, `mlp` and `masks` have
-# $4+10+18+2=34$ times $sbh$ bytes, and each of the $as^2b$ scores takes $2+1+2=5$ bytes
-# (Korthikanti et al. 2022, section 4.1):
+# The picture draws the layer of GPT-2 with all its saved tensors. On the left are the operations,
+# from top to bottom as forward computes them. Beside each one is the tensor that it saves, with its
+# size as a bar.
+
+# %% tags=["picture"]
+show(*pictures.layer_tensors(gpt2, batch=8, seq=1024))
+
+# %% [markdown]
+# Add up the bars. In bf16, the tensors with one number per token and channel have $34\,sbh$ bytes:
+# 4 for the norms, 10 for attention, 18 for the MLP and 2 for the masks. The scores have $as^2b$
+# entries, and each of them takes 2 bytes after softmax, 1 byte in the mask and 2 bytes after
+# dropout: $5\,as^2b$ bytes. If we put $sbh$ outside the brackets, we get the formula of Korthikanti
+# et al. 2022 (section 4.1):
 #
-# $$ sbh\left(34 + 5\,\frac{a s}{h}\right) \text{ bytes per layer} $$
+# $$ 34\,sbh + 5\,as^2b = sbh\left(34 + 5\,\frac{a s}{h}\right) \text{ bytes per layer} $$
 #
-# **The 34 is the count of that layer.** A Llama 3 layer has GQA, no dropout, and a *SwiGLU* MLP
-# (Shazeer 2020) of three matrices, $(\text{silu}(xW_g)\cdot{}xW_u)W_d$, which, written out, saves
-# four tensors of $f$ numbers per token. With flash attention (below), and norms that save only a
-# bf16 input, $sbh(12+4\,\frac{\text{kv\,hidden}}{h}+8\,\frac{f}{h})$ bytes are saved: $41\,sbh$
-# for Llama-8B. (RMSNorm can save more; we measure LayerNorm.)
+# **The 34 is not universal: it counts this layer. If you change an operation, count again.**
+#
+# A Llama 3 layer is such a change. It has GQA and no dropout, and its MLP is a *SwiGLU* (Shazeer
+# 2020), which has three matrices: $(\text{silu}(xW_g)\cdot{}xW_u)W_d$. Computed as separate
+# operations, it saves four tensors of $f$ numbers per token: $xW_g$, its silu, $xW_u$ and their
+# product. With flash attention (explained below) no scores are saved. If the norms save only
+# their bf16 input, the layer saves
+#
+# $$ sbh\left(12 + 4\,\frac{\text{kv hidden}}{h} + 8\,\frac{f}{h}\right) \text{ bytes,} $$
+#
+# which is $41\,sbh$ for Llama 3 8B. The 12 are the inputs of two norms, of q, k, v, of `out` and of
+# the MLP, and q. (PyTorch's RMSNorm can save more than its input; we measure with LayerNorm.)
 
 # %% tags=["check"]
 from course_lib.memory import layer_coefficients
@@ -296,7 +356,7 @@ from course_lib.memory.saved_tensors import measure_layer
 small = MODELS["small"]
 like_llama = replace(small, gated=True, num_kv_heads=2, ffn_hidden=7 * small.hidden // 2)
 layers = {
-    "GPT, written out, dropout": (small, {"flash": False, "dropout": True}),
+    "GPT, unfused, dropout": (small, {"flash": False, "dropout": True}),
     "GPT, flash": (small, {"flash": True}),
     "SwiGLU, GQA, flash": (like_llama, {"flash": True}),
 }
@@ -307,11 +367,16 @@ for name, (spec, how) in layers.items():
     print(f"{name:<26}{c:>3g} sbh + {d:g} as²b = {formula:>9,.0f} B; autograd {kept:>9,} B")
 
 # %% [markdown]
-# The small differences are statistics of norms and flash attention (counted by `TORCH_CPU` below).
+# The small differences are statistics that the norms and flash attention save, a few numbers per
+# token. The option `TORCH_CPU` below counts them, too.
 #
-# *Flash attention* (Dao et al. 2022) does not store the scores: it computes them tile by tile, and
-# again in backward. Compare formula, simulation on *fake tensors* (shapes without numbers) and
-# measurement, in fp32, without dropout:
+# The term $5\,as/h$ has the sequence length in it, so the memory of the scores grows with its
+# *square*. *Flash attention* (Dao et al. 2022) avoids this: it computes the scores tile by tile,
+# uses each tile at once, and never stores all of them; in the backward pass it computes them again.
+#
+# To see the difference, we compare three sources in fp32 and without dropout. The formula and a
+# *simulation* go up to 4,096 tokens. The simulation runs the real model on *fake tensors*, which
+# have a shape but no numbers, so that it needs no memory. We measure real tensors up to 512 tokens.
 
 
 # %%
@@ -320,7 +385,8 @@ from course_lib.memory.saved_tensors import fake_tensors
 
 
 def measured_bytes(seq, flash):
-    model, tokens = GPT(small, flash=flash), torch.zeros(2, seq, dtype=torch.long)
+    model = GPT(replace(small, max_seq=seq), flash=flash)
+    tokens = torch.zeros(2, seq, dtype=torch.long)
     given = [*model.parameters(), tokens]
     kept = measure_saved(lambda: token_loss(model(tokens), tokens), given=given)
     return sum(one.num_bytes for one in kept)
@@ -337,23 +403,29 @@ def formula_bytes(seq, flash):
 
 
 # %% tags=["picture"]
-seqs, ways = [32, 64, 128, 192, 256], {"written out": False, "flash": True}
-voices = {"formula": formula_bytes, "simulation": simulated_bytes, "measurement": measured_bytes}
+seqs, ways = [128, 256, 512, 1024, 1536, 2048, 3072, 4096], {"unfused": False, "flash": True}
 saved = {
-    name: {voice: [of(seq, flash) for seq in seqs] for voice, of in voices.items()}
+    name: {
+        "formula": [formula_bytes(seq, flash) for seq in seqs],
+        "simulation": [simulated_bytes(seq, flash) for seq in seqs],
+        "measurement": [measured_bytes(seq, flash) for seq in seqs[:3]],
+    }
     for name, flash in ways.items()
 }
 show(*pictures.saved_by_sequence(seqs, saved))
 
 # %% [markdown]
-# **Without recompute, a GPT or Llama layer saves $sbh(c+d\,as/h)$ bytes: $c$ and $d$ depend on its
-# operations and their precision; with flash attention $d$ is zero.**
+# **Without recompute, a GPT or Llama layer saves $sbh(c+d\,as/h)$ bytes. The constants $c$ and $d$
+# depend on the layer's operations and their precision; with flash attention, $d$ is zero.**
 #
 # *A good place for a break.*
 #
 # ## 5 Four steps, live
 #
-# A model trains for four steps, one micro-batch each. In which step is the peak first reached?
+# We know now how large each kind of memory is. But the kinds are not all there at the same time,
+# and a step runs out of memory at its fullest moment. So we have to know when memory is at its
+# peak. A model trains for four steps with AdamW, one micro-batch per step. In which step is the
+# peak first reached?
 
 # %% tags=["predict"]
 guess = predict("the peak is first reached in step")
@@ -379,6 +451,13 @@ entries_a_step = (len(totals) - 1) // 4
 reveal(guess, 1 + totals.index(max(totals)) // entries_a_step)
 show(*pictures.first_steps(live.ledger))
 
+# %% [markdown]
+# AdamW creates its moments in its first update, which is at the end of step 1. The first forward
+# pass runs without them, so step 2 is the first in which moments and all activations are there
+# together. This is why a job can survive its first step and fail in the second.
+#
+# The formula can play the same four steps. It agrees with the measurement at every recorded time:
+
 # %% tags=["check"]
 played = step_ledger(untied, 2, 128, recipe="fp32", kernels=TORCH_CPU)
 for kind, held in played.bytes_by_kind.items():
@@ -386,19 +465,24 @@ for kind, held in played.bytes_by_kind.items():
     print(f"{kind:<12} most {max(held):>11,} B, equal at all {len(held)} times: {same}")
 
 # %% [markdown]
-# Activations (blue) grow in forward. In backward they shrink, and gradients grow. Here the peak is
-# at the start of backward: all activations are there, and no gradients yet. **The peak can be
-# later.** If a layer's gradients are larger than its activations, memory still grows *in* backward.
-# With gradient accumulation (lesson 02), the second micro-batch runs beside the gradients of the
-# first.
+# Look at one step in the picture. Activations (blue) grow during forward. During backward they
+# shrink, layer by layer, while gradients grow. Here the peak is at the start of backward: all
+# activations are there, and no gradients yet.
+#
+# **The peak can also be later.** If a layer has larger gradients than activations, as with few
+# tokens, each layer's backward adds more than it frees, and memory still grows *during* backward.
+# With gradient accumulation (lesson 02), the second micro-batch runs while the gradients of the
+# first one are held.
 #
 # ### Exercise 5 (further): where the peak is
 #
-# `acts[i]` and `grads[i]` are the bytes of layer `i`'s activations and gradients. A step runs
-# forward and backward for equal micro-batches, one after another. Gradients stay until the
-# optimizer's step, and later micro-batches add to them in place. Return the most bytes held at
-# once, including `states`, which always stay. Count at the end of each forward and of each layer's
-# backward. Leave the lists unchanged. About 8 lines, 15 minutes.
+# *Difficulty 3 of 5, importance 3 of 5, about 15 minutes and 8 lines.*
+#
+# Layer `i` has `acts[i]` bytes of activations and `grads[i]` of gradients. A step runs forward and
+# backward for several equal micro-batches. Forward keeps all activations; backward goes from the
+# last layer to the first, frees each layer's activations and adds its gradients. Gradients stay;
+# later micro-batches add to them in place. Return the most bytes held at the end of any forward or
+# any layer's backward, including `states`. Example: `step_peak(100, [5, 5], [8, 8], 1)` is 116.
 
 
 # %% tags=["exercise"] exercise="memory-5"
@@ -423,8 +507,10 @@ check("memory-5", step_peak)
 # %% [markdown]
 # ### Break it: a loss that is never let go
 #
-# A validation loop without `no_grad` collects `loss` instead of `loss.item()`. A loss keeps its
-# graph alive. Is the same memory held at the end of every step?
+# Memory that is constant from step to step is a sign of health. A common mistake breaks it: a
+# validation loop without `no_grad` collects `loss` in a list, instead of the number `loss.item()`.
+# Each loss refers to its graph, and the graph refers to the saved tensors. Is the same memory held
+# after every step?
 
 # %% tags=["predict"]
 guess = predict("the same memory is held after every step", choices=YES_NO)
@@ -441,21 +527,28 @@ show(*pictures.graphs_kept(leaking.ledger, len(losses)))
 losses.clear()
 
 # %% [markdown]
-# **From step 2 on, without recompute and temporaries, a step of one micro-batch peaks at the start
-# of backward, or later only if a layer's gradients outweigh its activations. If memory grows in
-# every step, look for graphs that something keeps alive.**
+# **From step 2 on, without recompute and temporary tensors, a step of one micro-batch peaks at the
+# start of backward, or later if some layers have more gradients than activations. If memory grows
+# in every step, look for graphs that something keeps alive.**
 #
 # ## 6 What fits, and models that do not
 #
-# The picture shows Llama-8B's peak on one rank, for one sequence of 4,096 tokens, without
-# temporaries. *Recompute* drops activations and computes them again (lesson 03). *ZeRO* divides
-# (*shards*) states over GPUs (*ranks*): stage 1 the optimizer's, stage 2 also gradients, stage 3
-# also parameters (lesson 09). *Tensor parallelism* gives each rank a part of every matrix;
-# *sequence parallelism* also divides activations of norms and dropout (lesson 07).
+# Section 2 left a problem: the model states of an 8B model alone are larger than an 80 GiB GPU. The
+# methods of this course solve it in three ways. You will build each of them later; here you see
+# what they do to memory.
 #
-# In the calculator, each `dp` rank runs `batch` sequences; `tp` divides matrices, `pp` layers, `cp`
-# the sequence. In a terminal, `course memory` takes the same options. *Find two more ways to
-# make llama-8b fit.*
+# - *Recompute* (lesson 03) drops activations in forward and computes them again in backward.
+# - *ZeRO* (lesson 09) divides the model states over several GPUs (*ranks*), which would otherwise
+#   all hold the same. Stage 1 divides the optimizer state, stage 2 also the gradients, and stage 3
+#   also the parameters.
+# - *Tensor parallelism* (lesson 07) gives each rank a part of every matrix, and so a part of its
+#   states and of its activations. With *sequence parallelism*, the activations of norms and dropout
+#   are divided, too.
+#
+# The picture shows the peak of Llama 3 8B on one rank, for one sequence of 4,096 tokens, without
+# temporary tensors. The calculator below it lets you combine the methods: each of `dp` ranks runs
+# `batch` sequences, `tp` divides matrices, `pp` layers, and `cp` the sequence. In a terminal,
+# `course memory` takes the same options. *Find two more ways to make llama-8b fit.*
 
 # %% tags=["picture"]
 from course_lib.memory.explorer import calculator
@@ -464,148 +557,15 @@ show(*pictures.ways_to_fit())
 calculator("--model llama-8b --gpu h100 --seq 4096")
 
 # %% [markdown]
-# **ZeRO divides states; recompute, a smaller micro-batch and a shorter sequence shrink activations;
-# tensor parallelism with sequence parallelism divides both.**
+# **ZeRO divides model states. Recompute, a smaller micro-batch and a shorter sequence reduce
+# activations. Tensor parallelism with sequence parallelism divides both.**
 #
-# ## 7 How busy is the GPU?
+# ## 7 What other tools say
 #
-# A matrix product of `[m, k]` and `[k, n]` has $mkn$ multiply-adds, or $2mkn$ FLOP: 2 for each
-# weight and each of the $m$ tokens. Backward has two products of the same size: with $y=xW$, the
-# gradient of $x$ is $dy\,W^\top$, and that of $W$ is $x^\top{}dy$. So a weight costs $2+4$ FLOP per
-# token, and a step of $D$ tokens costs $6ND$ (Kaplan et al. 2020, section 2.1).
-#
-# If $N$ is all parameters, the rule counts the embedding, which multiplies nothing unless it is
-# tied (Kaplan et al. leave it out; Hoffmann et al. 2022, appendix F, count it). The rule leaves out
-# the scores, which multiply no weight. A causal mask hides half of the scores. **Two conventions
-# are in use**: count *all* scores (Narayanan et al. 2021, appendix; Chowdhery et al. 2022, appendix
-# B), or *half*, as a causal kernel computes (Dao 2023, section 4.1). The course counts all, unless
-# it says `causal`.
-
-# %%
-from course_lib.cost.flops import forward_flop, mfu, six_n_d, train_step_flop
-
-print("           error of 6ND       share of the scores\nseq         all     half      all   half")
-for seq in (2048, 8192, 32768, 131072):
-    errors, shares = [], []
-    for causal in (False, True):
-        step = train_step_flop(llama, 1, seq, causal=causal)
-        scores = 3 * forward_flop(llama, 1, seq, causal=causal)["attention scores"]
-        errors.append(f"{six_n_d(count_params(llama), seq) / step - 1:+.1%}")
-        shares.append(f"{scores / step:.0%}")
-    print(f"{seq:>7,}  {errors[0]:>7}  {errors[1]:>7}  {shares[0]:>7}  {shares[1]:>5}")
-
-# %% [markdown]
-# ### Exercise 6 (further): the FLOP of a step
-#
-# Count the FLOP of every product in forward and backward: q, k, v and `out` (k and v with
-# `spec.kv_hidden` columns); the scores and the product with v (exactly half of both if `causal`);
-# the MLP (three matrices if `spec.gated`, else two); the logits. Return an int. About 5 lines, 15
-# minutes.
-
-
-# %% tags=["exercise"] exercise="memory-6"
-def step_flop(spec, batch, seq, causal):
-    """FLOP of forward and backward; causal: half of the attention scores."""
-    ### BEGIN SOLUTION: multiply-adds of a token; then all tokens, 2 FLOP, 3 products
-    h, tokens = spec.hidden, batch * seq
-    attention = 2 * h * h + 2 * h * spec.kv_hidden
-    mlp = (3 if spec.gated else 2) * h * spec.ffn_hidden
-    scores = 2 * seq * h // (2 if causal else 1)
-    return 6 * tokens * (spec.num_layers * (attention + mlp + scores) + h * spec.vocab)
-    ### END SOLUTION
-
-
-# %% tags=["check"] exercise="memory-6"
-check("memory-6", step_flop)
-
-# %% [markdown]
-# An H100's data sheet says 1,979 TFLOP/s in bf16 "with sparsity": two of every four weights are
-# zero and are skipped. Ordinary training is *dense*: it reaches at most half of that.
-
-# %%
-h100 = DEVICES["h100"]
-print(h100.source.replace(": ", ":\n", 1), end="\n\n")
-for device in DEVICES.values():
-    dtype = next(one for one in ("bf16", "fp16", "fp32") if one in device.peak_flop_per_s)
-    peak, size = device.peak(dtype) / 1e12, format_bytes(device.memory_bytes)
-    links = ", ".join(f"{name} {speed / 1e9:g}" for name, speed in device.links.items())
-    one_way = f"; GB/s one way: {links}" if links else ""
-    print(f"{device.name:<10}{size:>8}{peak:>8,.1f} TFLOP/s dense, {dtype}{one_way}")
-step = train_step_flop(MODELS["megatron-175b"], batch=64, seq=2048)
-share = mfu(step, 13.75, DEVICES["a100-80"].peak("bf16"), world_size=64)
-print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share:.1%}")
-
-# %% [markdown]
-# *Model FLOP utilization* (MFU, Chowdhery et al. 2022, section 4.1) is the share of the **dense**
-# peak that the model's own FLOP use. Recomputed FLOP do not count (with them, the share is called
-# HFU). For the run in the last line, Korthikanti et al. 2022, table 5, report 51.4 %. What do
-# others report?
-
-# %% tags=["picture"]
-show(*pictures.mfu_of_real_runs())
-
-# %% [markdown]
-# **MFU is a step's model FLOP, divided by its time and the dense peak of its GPUs. Compare MFUs
-# only if the FLOP are counted in the same way.**
-#
-# ## 8 What limits the speed?
-#
-# An operation's *arithmetic intensity* $I$ is its FLOP per byte read or written: in bf16, 1/6 for
-# an add, and about $m$ for a product of $m$ tokens with a much larger matrix (in fp32, half of
-# that). Its speed is at most $\min(\text{peak},I\cdot\text{bandwidth})$, the *roofline* (Williams
-# et al. 2009, section 3). At the *ridge point*, the two bounds are equal; below it an operation is
-# memory-bound, above it compute-bound. How many tokens bring a bf16 product to the ridge point of
-# an H100?
-
-# %% tags=["predict"]
-guess = predict("tokens that make a large product compute-bound", unit="tokens")
-### GUESS guess.commit(32)
-
-# %% tags=["picture", "measured"]
-from course_lib.cost.roofline import roof_of
-from course_lib.memory.lab import measure_roof
-
-reveal(guess, roof_of(h100).ridge)
-show(*pictures.measured_roof(*measure_roof()))
-show(*pictures.gpu_roofs())
-print(pictures.roof_rows())
-
-# %% [markdown]
-# The roof is an upper bound; the fastest product defines its peak. Norms, dropout and the
-# optimizer's step are memory-bound on these GPUs. Links have the same algebra. For $t$ tokens in
-# bf16 on each of $p$ ranks:
-#
-# - **data parallelism**: backward computes $4Nt$ FLOP and sends $4N\frac{p-1}{p}$ bytes;
-# - **FSDP** (lesson 10): forward computes $2Nt$ FLOP and receives $2N\frac{p-1}{p}$ bytes; both
-#   double in backward;
-# - **tensor parallelism** (lesson 07): over forward and backward, a GPT layer has about
-#   $\frac92\frac{h}{p-1}$ FLOP per byte sent, for any $t$.
-#
-# For large $p$, the first two have about $t$ FLOP per byte. So a rank needs as many tokens as its
-# peak divided by the bandwidth of its link: with fewer, messages take longer than computing. But
-# which bandwidth does a ring have that leaves its node? In a node of eight H100, each GPU has a
-# network adapter of its own. NCCL makes one ring through each of them, and they share the work.
-
-# %%
-from course_lib.cost.hardware import nodes_of
-
-nodes = nodes_of(h100)
-groups = {"one node": range(8), "whole nodes": range(64), "one GPU per node": range(0, 64, 8)}
-for name, ranks in groups.items():
-    rate = nodes.ring(ranks).bytes_per_s
-    print(f"{name:17} {rate / 1e9:3.0f} GB/s, {h100.peak() / rate:7,.0f} tokens per rank")
-
-# %% [markdown]
-# A ring over whole nodes is nearly as fast as one over NVLink. Slow are the groups that have one
-# GPU per node: all eight of a node are in different groups, and each group has one adapter.
-#
-# **An operation is memory-bound below the ridge point; a method is communication-bound where its
-# FLOP per byte sent are fewer than peak divided by link bandwidth.**
-#
-# ## 9 What other tools say
-#
-# Accelerate and DeepSpeed have estimators, PyTorch a tracker. For two sequences of 256 tokens they
-# say:
+# Our formula predicts the bytes of a rank; others have built tools for the same question.
+# Accelerate and DeepSpeed have estimators, and PyTorch has a tracker that follows every tensor of
+# real steps. Before you trust one of them, find out what it counts. For two sequences of 256 tokens
+# they say:
 
 # %% tags=["measured"]
 from course_lib.memory.estimators import all_estimates, estimates_text, tracker_gap
@@ -620,13 +580,25 @@ for name, size in (gap | {"unexplained": more - sum(gap.values())}).items():
     print(f"    {name:<26}{size:>10,} B")
 
 # %% [markdown]
-# Accelerate prints the **largest** of its `model`, `gradients`, `optimizer` and `step`, not their
-# sum. DeepSpeed adds fp32 gradients (20 bytes per parameter). Neither counts activations. PyTorch's
-# tracker also counts temporaries, batch and loss; otherwise it agrees with the formula to the byte.
+# Accelerate prints the *largest* of its entries `model`, `gradients`, `optimizer` and `step`, not
+# their sum. DeepSpeed assumes fp32 gradients beside the bf16 ones, and so 20 bytes per parameter.
+# Neither of the two counts activations. PyTorch's tracker counts everything: also temporary
+# tensors, the batch and the loss. Apart from these it agrees with our formula to the byte.
 #
-# A GPU also holds the CUDA context, libraries' workspaces, NCCL's buffers, and free memory of
-# PyTorch's *caching allocator* (simulated below). The allocator takes *segments* from the driver
-# (*reserved*), hands out blocks of them (*allocated*), and keeps what is freed.
+# **Memory estimators answer different questions: before you compare two of them, list the kinds of
+# memory that each one counts.**
+#
+# ## 8 Further: memory that is reserved but not used
+#
+# On a real GPU, `nvidia-smi` shows more than all these sums. The CUDA context, workspaces of
+# libraries, and NCCL's buffers take memory. So does PyTorch's *caching allocator*. Requests to the
+# driver are slow, so the allocator takes large *segments* from it once (memory that is *reserved*),
+# hands out blocks of them to tensors (memory that is *allocated*), and keeps blocks that are freed
+# for later requests.
+#
+# This is fast, but it can fail although enough memory is free. The cell below simulates an
+# allocator on a GPU of 80 MiB. It allocates eight blocks of 8 MiB, frees every second one, and then
+# asks for one block of 16 MiB:
 
 # %% tags=["failure", "raises-exception"]
 from course_lib.memory.allocator import MIB, CachingAllocator, growing_lists
@@ -641,14 +613,22 @@ print("growing tensor, allocated/reserved:", *(f"{a // MIB}/{r // MIB}" for a, r
 gpu.allocate(16 * MIB)
 
 # %% [markdown]
-# Most of the reserved memory is free, but in small pieces (*fragmentation*); growing a tensor also
-# leaves unused memory. If PyTorch reports much memory *reserved but unallocated*, try
-# `PYTORCH_ALLOC_CONF=expandable_segments:True`.
+# More than half of the reserved memory is free, but in pieces that are each too small. This is
+# *fragmentation*. The second line shows another cause: a tensor that grows by `torch.cat`, as a
+# cache of keys and values does, fits into none of its former blocks, and so reserved memory grows
+# faster than the tensor.
+#
+# **If an out-of-memory error reports much memory "reserved but unallocated", the cause is
+# fragmentation.** Try the environment variable `PYTORCH_ALLOC_CONF=expandable_segments:True` (older
+# versions of PyTorch: `PYTORCH_CUDA_ALLOC_CONF`).
+#
+# Memory decides whether a step can run at all. Lesson `01b_speed` asks how fast it can run.
 #
 # ## Read on
 #
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*,
-#   section 4: the 34.
-# - Chowdhery et al. 2022, *PaLM*, section 4.1: MFU.
-# - Dao et al. 2022, *FlashAttention*: no scores in memory.
-# - Austin et al. 2025, *How to Scale Your Model*, chapters 1 and 5: rooflines of training.
+#   section 4: the derivation of the 34.
+# - Rajbhandari et al. 2020, *ZeRO*, section 3: where the memory of training goes.
+# - Dao et al. 2022, *FlashAttention*: attention without scores in memory.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*, the chapter on training on one GPU: the same
+#   counts, with pictures of a profiler.

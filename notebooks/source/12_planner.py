@@ -22,7 +22,7 @@
 # | $b$ | `micro_batch` | sequences of a micro-batch |
 # | $m$ | `num_micro_batches` | micro-batches of a step, in each replica |
 # | $B$ | `global_batch` | sequences of a step: $b \cdot m \cdot \text{dp}$ |
-# | MFU | `mfu` | the model's FLOP/s divided by the GPUs' peak (lesson 01, all attention scores) |
+# | MFU | `mfu` | the model's FLOP/s divided by the GPUs' peak (lesson 01b, all attention scores) |
 
 # %%
 # %load_ext course_lib.ranks

@@ -1,8 +1,10 @@
 """Pictures of lesson 01: title and alt text say the numbers that were given."""
 
+import re
+
 import pytest
 
-from course_lib.core import MODELS
+from course_lib.core import MODELS, CourseError
 from course_lib.core.units import MIB
 from course_lib.display.show import png_bytes
 from course_lib.memory import pictures, step_ledger
@@ -47,6 +49,16 @@ def test_saved_bytes_say_how_far_formula_and_autograd_differ(measured, words):
     title, alt = drawn(pictures.saved_by_sequence([32, 64], saved))
     assert title.startswith(f"Formula and autograd {words};")
     assert alt.endswith("at 64 tokens: written out 3 MiB, flash 2 MiB")
+
+
+def test_a_layer_is_drawn_with_the_34_and_the_5():
+    figure, alt = pictures.layer_tensors(MODELS["gpt2"], batch=8, seq=1024)
+    words = " ".join(text.get_text() for text in figure.axes[0].texts)
+    assert sum(map(int, re.findall(r": (\d+) sbh", words))) == 34
+    assert sum(map(int, re.findall(r": (\d+) as²b", words))) == 5
+    assert "70% of the 684 MiB" in drawn((figure, alt))[0]
+    with pytest.raises(CourseError, match="need a layer with GELU; got 15 tensors"):
+        pictures.layer_tensors(MODELS["llama-8b"], batch=1, seq=8)
 
 
 def test_steps_and_graphs_say_their_peak():
