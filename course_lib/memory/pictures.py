@@ -109,8 +109,8 @@ def saved_by_sequence(
     agree = f"differ by up to {off:,} bytes" if off else "agree to the byte"
     title = f"Formula and autograd {agree}; with flash attention, growth is linear"
     note = f"dots: measured, up to {seqs[max(measured) - 1]:,} tokens"
-    labels = {"x_label": "tokens in a sequence", "y_label": "saved (MiB)"}
-    figure = compare(seqs, curves, title, note=note, **labels)
+    x_label, y_label = "tokens in a sequence", "saved (MiB)"
+    figure = compare(seqs, curves, title, note=note, x_label=x_label, y_label=y_label)
     for index, way in enumerate(in_mib.values()):
         dots = way["measurement"]
         figure.axes[0].plot(seqs[: len(dots)], dots, "o", color=SERIES[index], markersize=4.5)

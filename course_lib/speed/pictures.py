@@ -185,7 +185,8 @@ def operations_on_roof(gpu: str = "h100", dtype: str = "bf16") -> tuple[Figure, 
     for one, (side, dx, dy) in zip(OPERATIONS, LABELS, strict=True):
         x, y = one.intensity, roof.attainable(one.intensity)
         axes.plot([x], [y / 1e12], "o", color=SERIES[0], markersize=5)
-        words, style = f"{one.name} ({y / roof.flop_per_s:.1%})", {"ha": side, "fontsize": SMALL_PT}
+        words = f"{one.name} ({y / roof.flop_per_s:.1%})"
+        style: dict[str, Any] = {"ha": side, "fontsize": SMALL_PT}
         axes.annotate(words, (x, y / 1e12), (dx, dy), textcoords="offset points", **style)
     shares = f"{OPERATIONS[0].name} at most {OPERATIONS[0].intensity / roof.ridge:.2%} of it"
     return figure, f"{title}; {shares}"

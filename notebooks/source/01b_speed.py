@@ -92,7 +92,8 @@ for seq in (2048, 8192, 32768, 131072):
 # The mask hides half of the scores: no token attends to later ones. Some count *all* scores, as if
 # nothing were masked (Narayanan et al. 2021, appendix; Chowdhery et al. 2022, appendix B). Others
 # count *half*, which is what a causal kernel computes (Dao 2023, section 4.1). The course counts
-# all, unless it says `causal`.
+# all, unless it says `causal`. (Where the table has a plus sign, $6ND$ is too *high*: it counts the
+# embedding, which multiplies nothing in this untied model.)
 #
 # ### Exercise 1 (core): the FLOP of a step
 #
