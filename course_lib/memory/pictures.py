@@ -55,7 +55,7 @@ def states_by_recipe(num_params: int, gpu: str = "h100") -> tuple[Figure, str]:
 
 
 def layer_tensors(spec: ModelSpec, batch: int, seq: int) -> tuple[Figure, str]:
-    """Draw a GPT layer, written out, in bf16: its operations, and the tensors that each saves.
+    """Draw a GPT layer with unfused attention, in bf16: its operations, and the tensors that each saves.
 
     Raises: CourseError for a layer with other operations, such as a gated MLP
     """
@@ -90,7 +90,7 @@ def layer_tensors(spec: ModelSpec, batch: int, seq: int) -> tuple[Figure, str]:
 def saved_by_sequence(
     seqs: Sequence[int], saved: Mapping[str, Mapping[str, Sequence[int]]]
 ) -> tuple[Figure, str]:
-    """Draw the bytes that autograd saves, written out and with flash attention, by sequence.
+    """Draw the bytes that autograd saves, with unfused and with flash attention, by sequence.
 
     saved   bytes at each length: by way, then by "formula", maybe "simulation", and "measurement",
             which may end at a shorter length than the others

@@ -1,7 +1,5 @@
 """Measured roofs: rates are counted, and the pictures say what they show."""
 
-from statistics import median
-
 from course_lib.cost.roofline import Roof
 from course_lib.display.show import png_bytes
 from course_lib.speed import lab, pictures
@@ -20,7 +18,7 @@ def test_rates_are_flop_by_seconds_and_the_peak_is_the_best_of_the_largest(monke
 def test_a_product_of_many_tokens_is_faster_than_one_of_few_on_this_machine(monkeypatch):
     monkeypatch.setattr(lab, "TOKENS", [1, 64])
     _, rates = lab.measure_roof()
-    assert median(rates[64]) > 2 * median(rates[1])
+    assert max(rates[64]) > 2 * max(rates[1])
 
 
 def drawn(pair):
