@@ -55,7 +55,7 @@ def states_by_recipe(num_params: int, gpu: str = "h100") -> tuple[Figure, str]:
 
 
 def layer_tensors(spec: ModelSpec, batch: int, seq: int) -> tuple[Figure, str]:
-    """Draw a GPT layer with unfused attention, in bf16: its operations, and the tensors that each saves.
+    """Draw a GPT layer, unfused, in bf16: its operations, and the tensors that each one saves.
 
     Raises: CourseError for a layer with other operations, such as a gated MLP
     """
