@@ -4,9 +4,10 @@
 # **Question.** The batch you want does not fit into memory. Can you still train on it, and does the
 # optimizer get exactly the gradient of the whole batch?
 #
-# The method is *gradient accumulation*: split the batch into micro-batches, run forward and
-# backward on one after the other, let their gradients add up, and take one optimizer step. Several
-# mistakes in these few lines of code raise no error.
+# The method is *gradient accumulation*. We split the batch into micro-batches, run forward and
+# backward on one after the other, let their gradients add up, and take one optimizer step at the
+# end. This takes only a few lines of code, but several mistakes in them raise no error, and some do
+# not even show in the loss. So this lesson compares gradients with those of the full batch.
 #
 # *After this lesson you can*
 #
@@ -48,10 +49,14 @@ torch.set_num_threads(1)  # steadier measurements
 # %% [markdown]
 # ## 1 The arithmetic of a batch
 #
-# Batches of 4 to 60 million tokens are typical for recent large language models (Tazi et al. 2025).
-# Take their batch of $4\cdot2^{20}$ tokens in sequences of $4\cdot2^{10}$ tokens. Each of 128
-# ranks can process 2 sequences at a time. How many micro-batches does a rank run before the
-# optimizer steps?
+# Lesson 01 showed that the activations of a step grow with the number of sequences that go through
+# the model at once. Large language models are nevertheless trained on batches of 4 to 60 million
+# tokens (Tazi et al. 2025), far more than fits into one GPU. Two things bridge the gap: many ranks
+# share the batch, and each rank processes its share in several micro-batches.
+#
+# Take the batch of $4\cdot2^{20}$ tokens from that source, in sequences of $4\cdot2^{10}$ tokens.
+# There are 128 ranks, and each of them can process 2 sequences at a time. How many micro-batches
+# does a rank run before the optimizer steps?
 
 # %% tags=["predict"]
 guess = predict("micro-batches on each of 128 ranks")
@@ -64,10 +69,13 @@ reveal(guess, sequences // at_once)
 print(f"{sequences} sequences per step, {at_once} at once")
 
 # %% [markdown]
-# ### Exercise 1: how many micro-batches
+# ### Exercise 1 (further): how many micro-batches
+# *Difficulty 1 of 5, importance 3 of 5, about 5 minutes and 3 lines.*
 #
-# Write this calculation as a function for any sizes; return an int. If the sizes do not divide
-# evenly, raise a `ValueError`: rounding would silently change the batch. About 3 lines, 5 minutes.
+# Write this calculation as a function for any sizes, and return an int. For example, 64 tokens in
+# sequences of 8 tokens are 8 sequences; if each of 4 ranks processes 2 of them at a time, each rank
+# runs 1 micro-batch. If the sizes do not divide evenly, raise a `ValueError`: a rounded result
+# would silently train on another batch than the one you asked for.
 
 
 # %% tags=["exercise"] exercise="accumulation-1"
@@ -88,6 +96,10 @@ check("accumulation-1", num_micro_batches_of)
 # size, more ranks mean fewer micro-batches on each rank.**
 #
 # ## 2 What backward does with the old gradient
+#
+# Now a rank knows how many micro-batches it has to run, and it calls `backward` on each of them.
+# But each parameter has only one place for a gradient, `param.grad`. What happens to the gradient
+# of the first micro-batch when the second one arrives?
 #
 # Take one neuron with three parameters, $y = x_1 w_1 + x_2 w_2 + b$, and two items (an example of
 # Jamil, *pytorch-transformer-distributed*). The loss of an item is $(y - \text{target})^2$.
@@ -117,10 +129,13 @@ item_loss(5, 2, target=12).backward()
 reveal(guess, w1.grad.item())
 
 # %% [markdown]
-# `backward` **adds** to the gradient that is already there. Accumulation uses this addition,
-# which is also why training loops call `zero_grad`. Compare two ways to train on
-# these two items (SGD, learning rate 0.001): one optimizer step after each item, or one after both.
-# Choose a way, move the slider, watch $w_1$.
+# `backward` **adds** the new gradient to the one that is already there. Accumulation uses this
+# addition. The same addition is why a training loop calls `zero_grad`: without it, every step would
+# also contain the gradients of all earlier steps.
+#
+# Is it important that the optimizer waits until both gradients are there? Compare two ways to train
+# on these two items with SGD and a learning rate of 0.001: one optimizer step after both items, or
+# one step after each item. Choose a way, move the slider, and watch $w_1$.
 
 # %% tags=["picture"]
 from course_lib.accumulation.explorer import graph_explorer
@@ -130,12 +145,16 @@ one_step = graph_states(items_per_step=2)
 graph_explorer({"add up, then step": one_step, "step after each": graph_states()})
 
 # %% [markdown]
-# After a step, the gradient of item 2 belongs to *other weights*, so two small steps are not the
-# same as one big step.
+# The final weights differ. If the optimizer steps after item 1, the gradient of item 2 is computed
+# at *other weights*, so two small steps are not the same as one big step.
 #
-# **Autograd sums gradients. If you want their mean, divide.**
+# **Autograd adds up the gradients of all backward calls since they were last zeroed. If you want
+# their mean, you have to divide.**
 #
 # ## 3 The sum is not the mean
+#
+# The loss of the full batch is a mean over its items, but backward only adds. So the accumulated
+# gradient cannot simply be the one that we want. By how much is it wrong?
 #
 # Split a batch of 8 items into 4 micro-batches, and call `backward` on the mean loss of each one.
 # The accumulated gradient is a multiple of the gradient of the full batch. Which multiple?
@@ -161,12 +180,18 @@ reveal(guess, ratios.mean().item())
 print(f"its elements: {ratios.min():.6f} to {ratios.max():.6f} times those of the full batch")
 
 # %% [markdown]
-# If all parts have the same size, the loss of the full batch is $\frac1m\sum_i \ell_i$. So divide
-# each loss by $m$ before you call `backward`.
+# Each $\ell_i$ is the mean over the $B/m$ items of one part. If all parts have the same size, the
+# mean over all items is the mean of these means:
 #
-# **Break it.** Leave out the division and train, once with SGD and once with AdamW. `share` sets
-# the factor on the loss of each part: the part's share of the items (`by_items`, here 1/8), or 1
-# (`as_sum`, no division). Do the losses of both optimizers show the mistake?
+# $$ \frac1B \sum_{i=1}^m \frac{B}{m}\,\ell_i = \frac1m\sum_{i=1}^m \ell_i $$
+#
+# Backward adds up the gradients of the $\ell_i$, which gives $m$ times the gradient of this mean.
+# So divide each loss by $m$ before you call `backward`.
+#
+# **Break it.** Suppose that you forget the division. Would you notice it in training? We leave it
+# out and train, once with SGD and once with AdamW. The argument `share` sets the factor that
+# multiplies the loss of each part. It is either the part's share of the items (`by_items`, here
+# 1/8), or 1 (`as_sum`, which means no division). Do the losses of both optimizers show the mistake?
 
 # %% tags=["predict"]
 guess = predict("does AdamW's loss show that the division is missing?", choices=YES_NO)
@@ -200,18 +225,23 @@ show(*pictures.without_division(*curves))
 reveal(guess, "no")
 
 # %% [markdown]
-# Adam divides a running mean of the gradients by their running root mean square, so a constant
-# factor cancels, up to Adam's small $\epsilon$, if the gradient contains no L2 penalty (Kingma & Ba
-# 2015, section 2.1). The factor matters again if you clip gradients, compare their norms, or change
-# $m$ in the middle of a run. **A falling loss does not prove that the gradient is right.**
+# Adam's update is, roughly, a running mean of the gradients divided by the root of a running mean
+# of their squares. If every gradient is $m$ times too large, so are the numerator and the
+# denominator, and the factor cancels (Kingma & Ba 2015, section 2.1). Two conditions apply: Adam's
+# small $\epsilon$ in the denominator has to be negligible, and the gradient must not contain an L2
+# penalty, which would not be scaled.
 #
-# ### Exercise 2: the whole step
+# The factor still does harm if you clip gradients, compare their norms between runs, or change $m$
+# in the middle of a run. **A falling loss does not prove that the gradient is right.**
 #
-# Write one optimizer step on the full batch, with the activations of only one micro-batch in memory
-# at a time. Call the model once on each micro-batch, and do not change its mode (training or eval).
-# If the loss of a part is nan, the gradient has to be nan, too. Return the batch's mean loss,
-# detached, in the dtype of the losses. Use `split_micro_batches`; all parts have the same size
-# here. About 7 lines, 10 minutes.
+# ### Exercise 2 (core): the whole step
+# *Difficulty 2 of 5, importance 5 of 5, about 10 minutes and 7 lines.*
+#
+# Write one optimizer step on the full batch while only one micro-batch has its activations in
+# memory. All parts have the same size, and `split_micro_batches(batch, num_micro_batches)` yields
+# them as pairs `(x, y)`. Call the model once on each part. Return the mean loss of the whole batch
+# as a detached tensor: if two parts have the losses 1 and 3, return 2. Lessons 05 to 09 build on
+# this step.
 #
 # <details><summary>Hint: memory grows with the number of micro-batches</summary>
 # Until backward has run, a loss holds its activations. Call backward in the loop, and add up
@@ -238,19 +268,30 @@ def my_accumulated_step(model, loss_fn, optimizer, batch, num_micro_batches):
 check("accumulation-2", my_accumulated_step)
 
 # %% [markdown]
-# **Zero the gradients once, divide each loss, call backward in the loop, step once.**
+# **For equal parts: zero the gradients once, divide each loss by the number of parts, call backward
+# in the loop, and step once.**
 #
 # ## 4 Parts of different sizes
 #
-# Split seven items into parts of 3, 2 and 2. If the mean loss of each part has the weight 1/3, an
-# item of the first part has the weight 1/9, and an item of another part 1/6, 1.5 times as much.
-# This is a *mean of means*. For the mean over all items, the weight of part $i$ has to be its share
-# of the items: $\sum_i \frac{n_i}{B}\, \ell_i$.
+# Dividing by $m$ was right because all parts had the same size. What if they do not? Split seven
+# items into parts of 3, 2 and 2. If the mean loss of each part has the weight 1/3, an item of the
+# first part has the weight $\frac13\cdot\frac13 = \frac19$. An item of another part has the weight
+# $\frac13\cdot\frac12 = \frac16$, which is 1.5 times as much. Such a *mean of means* counts an item
+# more only because it happens to be in a small part.
 #
-# ### Exercise 3: uneven parts
+# In the mean over all $B$ items, every item has the weight $1/B$. A part has $n_i$ items, and
+# $\ell_i$ already contains the division by $n_i$. So the weight of $\ell_i$ has to be the part's
+# share of the items:
+#
+# $$ \frac1B\sum_{\text{items}} \text{loss} = \sum_i \frac{n_i}{B}\, \ell_i $$
+#
+# ### Exercise 3 (further): uneven parts
+# *Difficulty 1 of 5, importance 4 of 5, about 5 minutes and 3 lines.*
 #
 # Add the gradient of the mean over *all* items to `param.grad`, with one part in memory at a time.
-# `loss_fn` returns the mean over the items that it gets. About 3 lines, 5 minutes.
+# `loss_fn(outputs, targets)` returns the mean over the items that it gets. For parts of 3, 2 and 2
+# items, the weights of the three losses are 3/7, 2/7 and 2/7. You need this whenever the last part
+# of an epoch is smaller than the others.
 
 
 # %% tags=["exercise"] exercise="accumulation-3"
@@ -267,10 +308,13 @@ def add_gradients(model, loss_fn, parts):
 check("accumulation-3", add_gradients)
 
 # %% [markdown]
-# Padded text gives uneven parts. Padding has no loss (its target is -100), and `cross_entropy`
-# takes the mean over the other tokens. *Equal* numbers of sequences then have *unequal* numbers of
-# tokens. Take 8 sequences of 8 to 14 tokens, one per micro-batch. How far is the gradient of the
-# mean of means from the right gradient?
+# In language models, uneven parts are common, because sequences have different lengths. Shorter
+# sequences are padded to the length of the longest one. A padding token has no loss: its target is
+# -100 (`IGNORED`), and `cross_entropy` takes the mean over the other tokens only. So parts with
+# *equal* numbers of sequences can have *unequal* numbers of tokens that count.
+#
+# Take 8 sequences of 8 to 14 tokens, one per micro-batch. How far is the gradient of the mean of
+# means from the right gradient?
 
 # %% tags=["predict"]
 guess = predict("wrong gradient: its distance from the right one", unit="% of the right one's norm")
@@ -296,15 +340,17 @@ exact = (right - one).abs().max() < 1e-12 * one.abs().max()
 print("weighted by tokens: equal to the full batch, up to float64 rounding:", exact.item())
 
 # %% [markdown]
-# The `Trainer` of Hugging Face Transformers used a mean of means until October 2024 (Hugging Face
-# 2024).
+# This mistake is easy to make in good code: the `Trainer` of Hugging Face Transformers used a mean
+# of means until October 2024 (Hugging Face 2024).
 #
-# ### Exercise 4: tokens that count
+# ### Exercise 4 (core): tokens that count
+# *Difficulty 3 of 5, importance 5 of 5, about 10 minutes and 7 lines.*
 #
-# Solve exercise 3 for a mean over the tokens whose target is not `IGNORED`, and return this mean,
-# detached. If a part has no such token, its `token_loss` is 0/0: skip the part without calling the
-# model. If the model itself produces a nan, the loss and the gradient have to be nan. About 7
-# lines, 10 minutes.
+# Solve exercise 3 for the mean over all tokens whose target is not `IGNORED`, and return this mean,
+# detached. `token_loss(logits, targets)` is the mean over the tokens of one part that count. For
+# parts with 3 and 5 such tokens, the weights are 3/8 and 5/8. If a part has no such token, its
+# `token_loss` would be 0/0: skip the part before you call the model. Training on padded text needs
+# exactly this weighting.
 
 
 # %% tags=["exercise"] exercise="accumulation-4"
@@ -328,12 +374,16 @@ check("accumulation-4", add_token_gradients)
 # %% [markdown]
 # **The weight of a part is its share of whatever the loss averages over: items, or tokens.**
 #
-# With data parallelism, count the tokens of *all* ranks (lesson 05).
+# With data parallelism, the share refers to the tokens of *all* ranks, so the ranks have to
+# exchange their counts first (lesson 05).
 #
 # ## 5 What it saves, and what it costs
 #
+# The gradient is now right. But was it worth the effort: how much memory does accumulation save,
+# and how much time does it cost?
+#
 # Take a GPT and split a batch of 16 sequences into 1, 2, 4, 8 or 16 micro-batches. The formula of
-# lesson 01 predicts the bytes of the activations; `activation_ledger` records over time what
+# lesson 01 predicts the bytes of the activations, and `activation_ledger` records over time what
 # autograd holds. What fraction of the full batch's peak is the peak with 8 micro-batches?
 
 # %%
@@ -375,10 +425,12 @@ print("formula and measurement agree to the byte:", predicted == measured)
 show(*pictures.peak_by_parts(parts, predicted, measured))
 
 # %% [markdown]
-# If you keep the micro-batch size and make the *batch* larger, the activations have more peaks over
-# time, but no higher ones. (From the second peak on, the gradients are in memory, too.)
+# Backward frees the activations of a micro-batch before the next one begins, so only one
+# micro-batch's activations exist at a time. If you keep the micro-batch size and make the *batch*
+# larger, the activations have more peaks over time, but no higher ones. (The memory in total is a
+# little higher from the second peak on, because the gradients are then in memory, too.)
 #
-# The FLOPs are the same for every $m$. Is the time the same, too?
+# What about time? The number of FLOPs is the same for every $m$. Is the time the same, too?
 
 # %% tags=["predict"]
 guess = predict("time of 16 micro-batches, as a multiple of the full batch's")
@@ -394,23 +446,32 @@ claim("16 micro-batches take longer than the whole batch at once", median(ratios
 show(*pictures.part_times(parts, ratios))
 
 # %% [markdown]
-# Two costs grow with $m$: every micro-batch launches all operations again, and smaller matrices
-# often use the hardware less efficiently. (On one core, a few parts may still be faster.) The stars
-# show published H100 runs of a 1.3B model (Tazi et al. 2025). With the whole model on each GPU, a
-# step with one sequence at a time takes 2 % longer than with two. With each matrix split over four
-# GPUs, which communicate in every micro-batch (lesson 07), it takes 2.4 times as long as with 16
-# sequences.
+# Two costs grow with $m$. First, every micro-batch launches all operations again. Second, each
+# operation works on smaller matrices, which often use the hardware less efficiently. (On one core,
+# the opposite may hold for a few parts: they may even be faster than the full batch.)
 #
-# So choose a micro-batch that fits into memory and keeps the device busy.
+# The stars in the picture show published runs of a 1.3B model on H100s (Tazi et al. 2025). If each
+# GPU holds the whole model, a step with one sequence at a time takes 2 % longer than a step with
+# two, because even one sequence gives large matrices. The other runs split each matrix over four
+# GPUs, which communicate in every micro-batch (lesson 07). There, a step with one sequence at a
+# time takes 2.4 times as long as with 16.
+#
+# So choose a micro-batch that fits into memory and is large enough to keep the device busy.
 #
 # **The micro-batch determines the memory of the activations; the whole batch determines the
 # gradient**, except for the layers and losses of section 6.
 #
 # ## 6 What looks across the batch
 #
-# Does every model get the full batch's gradient? Batch norm uses the mean and the variance of *what
-# it sees*: one micro-batch. Two dropout layers draw their random masks in a different order than on
-# the full batch.
+# So far we have assumed that the loss of an item does not depend on the other items in its batch.
+# Then the gradient of the full batch is a sum over items, and it does not matter how we group them.
+# Is this true for every layer?
+#
+# Batch norm uses the mean and the variance of *what it sees*, and with accumulation it sees only
+# one micro-batch. Dropout draws random masks. With two dropout layers, the full batch draws all
+# masks of the first layer before those of the second, whereas micro-batches alternate between the
+# layers. So an item gets other masks, even from the same seed. We compare the gradients for three
+# kinds of layers.
 
 
 # %% tags=["check"]
@@ -433,18 +494,29 @@ for name, layer in layers.items():
     print(f"{name:10} differs from the full batch:", distance(layer) > 1e-9)
 
 # %% [markdown]
-# Dropout draws other masks from the same distribution, so the *expected* gradient is unchanged.
-# Batch norm computes a different function for every $m$. Layer norm and RMSNorm normalize each
-# token by itself, so accumulation changes nothing for them. Some losses look across the batch, too:
-# contrastive losses whose negatives are the other items, and the load-balancing loss of a mixture
-# of experts (Qiu et al. 2025).
+# The two differences have different weight. Dropout draws other masks from the same distribution,
+# so the *expected* gradient is unchanged, and accumulation does no harm. Batch norm computes a
+# different function for every $m$, so even the expected gradient differs. Layer norm and RMSNorm
+# normalize each token by itself, so accumulation changes nothing for them.
+#
+# Some losses look across the batch, too. In a contrastive loss, the other items serve as negatives,
+# and a micro-batch has fewer of them. The load-balancing loss of a mixture of experts uses the
+# fraction of the batch's tokens that each expert gets; computed in each micro-batch, it demands a
+# balance in every one of them (Qiu et al. 2025).
+#
+# **Accumulation reproduces the full batch's gradient only if the loss of each item is independent
+# of the other items. Random masks change the gradient, but not its expected value.**
 #
 # ## 7 Clip the accumulated gradient
 #
-# If the norm of a gradient exceeds `max_norm`, clipping scales the gradient so that its norm is
-# `max_norm`. Two micro-batches, whose losses are already divided by $m$, have the gradients
-# $(3, 0)$ and $(-3, 4)$; `max_norm` is 2. What is the norm of their sum if you clip each gradient
-# before you add them? And if you clip the sum?
+# Clipping is an operation on the gradient that also depends on the whole batch. If the norm of a
+# gradient exceeds `max_norm`, clipping scales the gradient so that its norm becomes `max_norm`. In
+# an accumulated step there are two places where you could do this: after each backward, or once
+# after the last one. Does the place matter?
+#
+# Two micro-batches, whose losses are already divided by $m$, have the gradients $(3, 0)$ and $(-3,
+# 4)$; `max_norm` is 2. What is the norm of their sum if you clip each gradient before you add them?
+# And if you clip the sum?
 
 # %% tags=["predict"]
 guess = predict("norm, if each part is clipped by itself")
@@ -462,12 +534,18 @@ reveal(guess, each.norm().item())
 print("each by itself:", [round(number, 3) for number in each.tolist()], " once:", once.tolist())
 
 # %% [markdown]
-# Clipping each part changes the norm *and the direction*.
+# The first gradient has norm 3 and the second has norm 5, so clipping each part scales them by
+# different factors, 2/3 and 2/5. Their first components no longer cancel. So clipping each part
+# changes the norm *and the direction* of the result.
 #
-# ### Exercise 5: clip once
+# ### Exercise 5 (further): clip once
+# *Difficulty 2 of 5, importance 4 of 5, about 5 minutes and 6 lines.*
 #
-# Write the step of exercise 2 again, with `torch.nn.utils.clip_grad_norm_(model.parameters(),
-# max_norm)` in the right place, and without a return value. About 6 lines, 5 minutes.
+# Write the step of exercise 2 again, but clip the gradient of the whole batch: call
+# `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` in the right place. No return value
+# is needed. With the two gradients above and `max_norm = 2`, the optimizer has to get $(0, 2)$.
+# Recipes for large language models usually clip like this (GPT-3 at a norm of 1: Brown et al. 2020,
+# appendix B).
 
 
 # %% tags=["exercise"] exercise="accumulation-5"
@@ -490,36 +568,57 @@ check("accumulation-5", clipped_step)
 #
 # ## 8 When a larger batch stops helping
 #
-# Memory no longer limits the batch. What does? If the $B$ items are drawn independently, their mean
-# gradient $g_B$ is the true gradient $G$ plus noise of covariance $\Sigma/B$. To second order, with
-# the Hessian $H$, an SGD step with learning rate $\epsilon$ changes the loss on average by
+# With accumulation, memory no longer limits the batch. Then what does? A larger batch costs more
+# FLOPs per step, so it is worth its price only if training needs fewer steps. The reason why it may
+# need fewer is that a larger batch has a less noisy gradient.
+#
+# If the $B$ items are drawn independently, their mean gradient $g_B$ is the true gradient $G$ plus
+# noise. The covariance of one item's gradient is $\Sigma$, so that of the mean of $B$ items is
+# $\Sigma/B$. An SGD step with learning rate $\epsilon$ moves the weights by $-\epsilon g_B$. To
+# second order, with the Hessian $H$, the loss changes by $-\epsilon\,G^\top g_B +
+# \tfrac12\epsilon^2\,g_B^\top H g_B$. On average, $g_B$ is $G$, and $g_B^\top H g_B$ is $G^\top H
+# G$ plus the part of the noise, $\mathrm{tr}(H\Sigma)/B$. So the loss changes on average by
 #
 # $$ -\epsilon\,|G|^2 + \tfrac12\epsilon^2
 # \left(G^\top H G + \mathrm{tr}(H\Sigma)/B\right) $$
 #
-# The best $\epsilon$ is $|G|^2$ divided by the bracket. With it, a step lowers the loss in
-# proportion to $1/(1+B_\text{noise}/B)$, where
-# $B_\text{noise}=\mathrm{tr}(H\Sigma)/G^\top HG$ (McCandlish et al. 2018, section 2.2). Far below
-# $B_\text{noise}$, twice the batch needs about half the steps. Far above it, twice the batch saves
-# hardly any steps and doubles the work. $H$ is expensive to compute; if a multiple of the identity
-# replaces it, $B_\text{noise}$ becomes the **gradient noise scale**
+# This is a parabola in $\epsilon$. It is lowest if $\epsilon$ is $|G|^2$ divided by the bracket,
+# and then the loss falls by $\tfrac12|G|^4$ divided by the bracket. Factor $G^\top HG$ out of the
+# bracket: the gain of a step is proportional to $1/(1+B_\text{noise}/B)$, where
+# $B_\text{noise}=\mathrm{tr}(H\Sigma)/G^\top HG$ (McCandlish et al. 2018, section 2.2).
+#
+# Far below $B_\text{noise}$, the gain grows in proportion to $B$: twice the batch needs about half
+# the steps. Far above it, the gain hardly grows: twice the batch saves hardly any steps and doubles
+# the work. $H$ is expensive to compute. If a multiple of the identity replaces it, the multiple
+# cancels, and $B_\text{noise}$ becomes the **gradient noise scale**
 # $B_\text{simple}=\mathrm{tr}\,\Sigma/|G|^2$.
 #
-# Accumulation provides $|g_B|^2$ of the whole batch, and $|g_b|^2$ as the mean over its
-# micro-batches of $b$ items. Their expected values are $|G|^2+\mathrm{tr}\,\Sigma/B$ and
-# $|G|^2+\mathrm{tr}\,\Sigma/b$. Two unbiased estimates follow (McCandlish et al., appendix A.1):
+# How can we measure it without knowing $G$? Accumulation computes gradients of two batch sizes
+# anyway: $g_B$ of the whole batch, and $g_b$ of each micro-batch of $b$ items, whose $|g_b|^2$ we
+# average over the micro-batches. The square of a noisy vector contains the noise, so the expected
+# values are
+#
+# $$ \mathrm{E}\,|g_B|^2 = |G|^2+\mathrm{tr}\,\Sigma/B \qquad
+# \mathrm{E}\,|g_b|^2 = |G|^2+\mathrm{tr}\,\Sigma/b $$
+#
+# These are two equations with two unknowns. Multiply the first by $B$ and the second by $b$, and
+# subtract: $\mathrm{tr}\,\Sigma$ cancels. Subtract one from the other as they are: $|G|^2$ cancels.
+# Two unbiased estimates follow (McCandlish et al. 2018, appendix A.1):
 #
 # $$ |G|^2 \approx \frac{B\,|g_B|^2 - b\,|g_b|^2}{B - b} \qquad
 # \mathrm{tr}\,\Sigma \approx \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B} $$
 #
-# The estimates from one step are noisy, and their ratio is biased: average each over many steps
-# before you divide.
+# The estimates from one step are noisy, and a ratio of two noisy numbers is biased. So average each
+# of them over many steps before you divide.
 #
-# ### Exercise 6: the noise scale
+# ### Exercise 6 (further): the noise scale
+# *Difficulty 4 of 5, importance 3 of 5, about 15 minutes and 7 lines; optional.*
 #
-# `steps` is a list with one tensor $[m, d]$ for each step: the *mean* gradients of its $m$
-# micro-batches of `micro_batch` items, for $d$ parameters. Return the noise scale in items. Every
-# step has the same weight, whatever its $m$ is. Optional, 7 lines, 15 minutes.
+# Return the noise scale in items. `steps` is a list with one tensor $[m, d]$ for each step: the
+# *mean* gradients of its $m$ micro-batches of `micro_batch` items, for $d$ parameters. Each step
+# has the same weight, even if their $m$ differ. For one step with the gradients 3 and 1 of one item
+# each, $|g_b|^2=5$ and $|g_B|^2=4$; so $|G|^2\approx3$, $\mathrm{tr}\,\Sigma\approx2$, and the
+# result is 2/3. It helps to choose a batch.
 
 
 # %% tags=["exercise"] exercise="accumulation-6"
@@ -540,9 +639,10 @@ def my_noise_scale(steps, micro_batch):
 check("accumulation-6", my_noise_scale)
 
 # %% [markdown]
-# Measure it on a bigram language model: an embedding and an output matrix for 64 tokens. An item
-# is a token and its successor, from a known distribution, which also gives the exact noise scale.
-# We train from a loss of 4.2 to 2.2, with 256 items in 16 micro-batches per step, and 5 seeds.
+# Now we measure the noise scale on a bigram language model, which consists of an embedding and an
+# output matrix for 64 tokens. An item is a token and its successor. They are drawn from a known
+# distribution, which also gives us the exact noise scale for comparison. We train from a loss of
+# 4.2 to 2.2, with 256 items in 16 micro-batches per step, and 5 seeds.
 
 # %% tags=["picture", "measured"]
 from course_lib.accumulation import batch_sizes as sizes
@@ -556,19 +656,29 @@ for rate in (4, 8):
 show(*pictures.noise_growth(runs))
 
 # %% [markdown]
-# As the loss falls, the noise grows relative to $G$. The noise scale also depends on the learning
-# rate (McCandlish et al., appendix C): over a whole run, it is smaller here at the larger rate.
+# As the loss falls, the true gradient $G$ becomes small, while the items still disagree. So the
+# noise grows relative to $G$, and larger batches become useful late in training. The noise scale
+# also depends on the learning rate (McCandlish et al. 2018, appendix C): over a whole run, it is
+# smaller here at the larger rate.
 #
-# Now count the steps to a loss of 2.2 for $B$ = 1, 2, 4, ..., 512 with 5 seeds, each $B$ with the
-# best learning rate out of 1/8, 1/4, ..., 16. McCandlish et al. (section 2.3) predict for $S$ steps
-# and $E=BS$ items:
+# Does the noise scale really tell when a larger batch stops helping? To test this, we count the
+# steps to a loss of 2.2 for $B$ = 1, 2, 4, ..., 512 with 5 seeds, each $B$ with the best learning
+# rate out of 1/8, 1/4, ..., 16. The theory says that a step gains in proportion to
+# $1/(1+B_\text{noise}/B)$, so the number of steps $S$ is proportional to the inverse of it. If
+# $B_\text{noise}$ were constant, we would get, with a constant $B_\text{crit}$ in its place,
 #
-# $$ S = S_\text{min}\,(1 + B_\text{crit}/B) \quad\Leftrightarrow\quad
-# (S/S_\text{min} - 1)\,(E/E_\text{min} - 1) = 1 $$
+# $$ S = S_\text{min}\,(1 + B_\text{crit}/B) $$
 #
-# $S_\text{min}$ is the smallest number of steps, $E_\text{min}$ the smallest number of items. At
-# the **critical batch size** $B_\text{crit}=E_\text{min}/S_\text{min}$, a run takes $2S_\text{min}$
-# steps and $2E_\text{min}$ items. $B_\text{crit}$ should be close to the noise scale. From $B=1$
+# A run uses $E = BS$ items, which is $E_\text{min}\,(1 + B/B_\text{crit})$ with $E_\text{min} =
+# S_\text{min} B_\text{crit}$. The two fractions $B_\text{crit}/B$ and $B/B_\text{crit}$ multiply to
+# 1, which gives the law of McCandlish et al. (2018, section 2.3):
+#
+# $$ (S/S_\text{min} - 1)\,(E/E_\text{min} - 1) = 1 $$
+#
+# $S_\text{min}$ is the smallest number of steps, with a huge batch, and $E_\text{min}$ the smallest
+# number of items, with a tiny one. At the **critical batch size**
+# $B_\text{crit}=E_\text{min}/S_\text{min}$, a run takes $2S_\text{min}$ steps and $2E_\text{min}$
+# items, twice the minimum of both. $B_\text{crit}$ should be close to the noise scale. From $B=1$
 # to 16, the number of steps falls to about 1/16. And from 32 to 512?
 
 # %% tags=["predict"]
@@ -586,28 +696,32 @@ claim("the noise scale is within a factor of 3 of B_crit", 1 / 3 < scale / fit.c
 show(*pictures.batch_tradeoff(sweep, scale))
 
 # %% [markdown]
-# For small batches the best learning rate doubles with the batch; for large ones, the curvature
-# $G^\top HG$ limits it. The noise scale predicts only the order of magnitude of $B_\text{crit}$:
-# its theory assumes that $H$ is a multiple of the identity, and that the noise scale is constant.
+# For small batches, the best learning rate doubles with the batch. For large ones it stops growing,
+# because the curvature $G^\top HG$ limits it. The noise scale predicts only the order of magnitude
+# of $B_\text{crit}$. This is no surprise, because its theory assumes that $H$ is a multiple of the
+# identity, and that the noise scale is constant during the run.
 #
-# Each data-parallel rank needs at least one sequence per step, so $B_\text{crit}$ limits how many
-# ranks are useful. For language models:
+# The critical batch size also limits how many GPUs are useful: each data-parallel rank needs at
+# least one sequence per step, so more ranks need a larger batch. For language models, published
+# measurements say:
 #
 # - Kaplan et al. 2020, section 5.1: $B_\text{crit}\approx2\cdot10^8$ tokens$/L^{4.8}$ at a loss $L$
 #   (1 million at $L=3$), whatever the size of the model.
 # - Zhang et al. 2024: $B_\text{crit}$ grows with the data, hardly with the model (85M to 1.2B
 #   parameters).
-# - Merrill et al. 2025: in OLMo's training $B_\text{crit}$ rises from near 0 and then flattens.
+# - Merrill et al. 2025: in OLMo's training, $B_\text{crit}$ rises from near 0 and then flattens.
 #
 # **Up to about the critical batch size, a larger batch saves many steps. Beyond that size, it saves
 # few steps and costs more items.**
 #
 # ## 9 The real thing
 #
-# PyTorch leaves this loop to you, except in its pipeline schedules. In Hugging Face Accelerate,
-# `accelerator.backward` divides the loss by `gradient_accumulation_steps` (with DeepSpeed, the
-# engine does). Inside `accelerator.accumulate(model)`, the optimizer's `step` and `zero_grad` do
-# nothing until the last micro-batch.
+# You now know what an accumulated step has to do. Who does it in practice? PyTorch leaves this loop
+# to you, except in its pipeline schedules. In Hugging Face Accelerate, `accelerator.backward`
+# divides the loss by `gradient_accumulation_steps` (with DeepSpeed, its engine does this). Inside
+# `accelerator.accumulate(model)`, the optimizer's `step` and `zero_grad` do nothing until the last
+# micro-batch. So the loop below looks like one without accumulation. Does it give the same weights
+# as our step?
 
 
 # %%
@@ -628,14 +742,20 @@ except ImportError:
     print("Accelerate is not installed here; with it this cell compares the weights.")
 
 # %% [markdown]
-# Accelerate divides by `gradient_accumulation_steps` even if the last step of an epoch has fewer
-# micro-batches, or if their numbers of tokens differ. Transformers' `Trainer` counts tokens
+# Accelerate always divides by `gradient_accumulation_steps`. This is the mean of means of section 4
+# if the parts have different numbers of tokens, and it is too large a divisor if the last step of
+# an epoch has fewer micro-batches. Transformers' `Trainer` counts the tokens instead
 # (`num_items_in_batch`).
+#
+# **A framework's accumulation is right if its divisor matches what your loss averages over: check
+# that before you trust it.**
 #
 # ## What to keep
 #
 # - `backward` adds: for a mean, weight each part by its *share* of the items or tokens.
 # - Zero the gradients once, call backward in the loop, clip once, step once.
+# - The micro-batch determines the memory of the activations; the whole batch determines the
+#   gradient, unless a layer or a loss looks across the batch.
 # - The gradient noise scale tells roughly up to which size a larger batch saves steps.
 # - Compare gradients, not losses, with the full batch: Adam (without an L2 penalty) hides a
 #   constant factor.
