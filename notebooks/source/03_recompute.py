@@ -5,6 +5,11 @@
 # training step drop and *recompute* in backward, and at what price? And what is lost if a number
 # has only 16, 8 or 4 bits?
 #
+# After lesson 02, the activations of a single micro-batch are the smallest unit that we cannot
+# split further. This lesson reduces them in two ways that you can combine. Sections 1 to 3 keep
+# fewer tensors and compute the others again. Sections 4 to 6 store and multiply numbers with fewer
+# bits.
+#
 # *After this lesson you can*
 #
 # - write the backward of a recomputed function, with dropout and all parameters;
@@ -44,8 +49,10 @@ torch.set_num_threads(1)  # steadier measurements
 # %% [markdown]
 # ## 1 Forget, and compute again
 #
-# Autograd keeps the intermediate results of forward that backward needs. Suppose that we keep only
-# the *input* of a function, and run the function a second time in backward:
+# During forward, autograd keeps the intermediate results that backward will need. Between forward
+# and backward they only occupy memory. Since each of them was computed from the input of its
+# function, we could keep only this *input*, and run the function a second time when backward
+# arrives:
 
 
 # %%
@@ -66,7 +73,9 @@ class Forgets(torch.autograd.Function):
 
 
 # %% [markdown]
-# Does `Forgets.apply(layer, x)` give the same gradients as `layer(x)` for *every* layer?
+# This costs one more forward of the function. It should not change the result, because the second
+# run computes the same intermediate results as the first one. Does `Forgets.apply(layer, x)` give
+# the same gradients as `layer(x)` for *every* layer?
 
 # %% tags=["predict"]
 guess = predict("the same gradients for a linear layer and for dropout?", choices=YES_NO)
@@ -89,19 +98,20 @@ print("dropout, output and gradient:", *gradient_of_x(drop, Forgets.apply), sep=
 reveal(guess, "no")
 
 # %% [markdown]
-# In the second run, dropout drew *another mask*. Some elements that were dropped in forward
-# therefore get a gradient. No error is raised; the gradient is simply wrong. The output depends on
-# the state of the random number generator, so save this state together with the inputs.
+# In the second run, dropout drew *another mask*. So backward went through a mask that forward had
+# not used: some elements that were dropped in forward get a gradient. No error is raised; the
+# gradient is simply wrong. The output of a function with dropout depends on its inputs and on the
+# state of the random number generator, so we have to save this state together with the inputs.
 #
-# ### Exercise 1: backward, done right
+# ### Exercise 1 (core): backward, done right
+# *Difficulty 3 of 5, importance 5 of 5, about 10 minutes and 6 lines.*
 #
-# Write the backward of `Forgets` as a function. `random_state` is what `torch.get_rng_state()`
-# returned before the first run; `torch.set_rng_state` restores it. The random numbers *after*
-# backward have to be the same as without the second run: `torch.random.fork_rng()` restores the
-# state when its `with` block ends. Autograd is off when `redo` is called, so switch it on for `fn`.
-# Run `fn` once, and do not change its training or eval mode. Add the parameters' gradients to those
-# that they have. Keep nothing else of the second run (no `retain_graph`). About 6 lines, 10
-# minutes.
+# Write the backward of `Forgets` as a function that returns the gradient of `x`; for `fn(x)` $=
+# x^2$ at $x=3$ and `grad` = 1, it is 6. The parameters of `fn` get their gradients, too.
+# `torch.set_rng_state` restores `random_state`, the state before the first run. Afterwards, the
+# random numbers have to continue as if nothing had happened: `torch.random.fork_rng()` restores the
+# state when its `with` block ends. Autograd is off when `redo` is called; run `fn` with autograd
+# on. Every recompute method needs this function.
 
 
 # %% tags=["exercise"] exercise="recompute-1"
@@ -122,8 +132,9 @@ check("recompute-1", redo)
 
 # %% [markdown]
 # From here on we use the course's `recompute(fn, *args)`, which takes any arguments. PyTorch's
-# version is `torch.utils.checkpoint`; many papers call the method *activation
-# checkpointing*. Do both give the gradients of a run without recompute, to the last bit?
+# version is `torch.utils.checkpoint`, and many papers call the method *activation checkpointing*.
+# If the second run repeats exactly the same operations, the gradients should agree with those of a
+# run without recompute not only approximately, but to the last bit. Do they, for both versions?
 
 # %% tags=["check"]
 from torch.utils.checkpoint import checkpoint
@@ -145,16 +156,24 @@ print("torch.utils.checkpoint:", torch.equal(theirs, plain))
 
 # %% [markdown]
 # **Keep the inputs and the random state. Everything else can be computed again if forward depends
-# on no other state, and changes none.** (Autocast is such a state; batch norm changes its
-# statistics.)
+# on no other state, and changes none.** (Two counterexamples: autocast, which section 5 uses, is a
+# state that the second run needs, too; batch norm updates its running statistics, and would do so
+# twice.)
 #
 # ## 2 How long should a segment be?
 #
+# We can now recompute any function: a single layer, or a *segment* of several layers that is
+# recomputed as a whole. Which length of a segment saves the most memory?
+#
 # Take a chain of $L=64$ thin layers, each of which keeps one tensor for backward. If the whole
-# chain is one segment, forward keeps 1 tensor, but backward needs all 64 at once. If each layer is
-# a segment, forward keeps 64 inputs. Neither saves anything. With segments of $k$ layers, the peak
-# is at most $\lceil L/k\rceil + k$ tensors (exactly that if $k$ divides $L$): all segments' inputs,
-# and the tensors of the one segment that is being recomputed. How low can it get?
+# chain is one segment, forward keeps only 1 tensor, but backward first recomputes the whole chain
+# and then needs all 64 tensors at once. If each layer is a segment, forward keeps 64 inputs.
+# Neither saves anything.
+#
+# In between, there are $\lceil L/k\rceil$ segments of $k$ layers. During backward, the inputs of
+# all segments are in memory, and in addition the $k$ tensors of the one segment that is being
+# recomputed. So the peak is at most $\lceil L/k\rceil + k$ tensors (exactly that if $k$ divides
+# $L$). How low can it get?
 
 # %% tags=["predict"]
 guess = predict("lowest peak of 64 thin layers", unit="tensors")
@@ -192,13 +211,17 @@ tensors = {k: num_bytes / x.nbytes for k, num_bytes in peaks.items()}
 show(*pictures.segment_peaks(64, {k: peak_of(64, k) for k in ks}, tensors))
 
 # %% [markdown]
-# Here the best $k$ is $\sqrt L$ (Chen et al. 2016): one more forward lowers the peak from $L$ to
-# $2\sqrt L$ tensors.
+# The number of inputs falls with $k$, the length of the recomputed segment grows with it. The sum
+# $L/k + k$ is lowest where its derivative, $-L/k^2+1$, is 0. So the best $k$ is $\sqrt L$ here
+# (Chen et al. 2016): one more forward lowers the peak from $L$ to $2\sqrt L$ tensors.
 #
-# ### Exercise 2: the best segment
+# ### Exercise 2 (further): the best segment
+# *Difficulty 1 of 5, importance 3 of 5, about 5 minutes and 4 lines.*
 #
-# A real block keeps more than its input: $A > i$. Which $k$ minimizes
-# $\lceil L/k\rceil\, i + k A$? About 4 lines, 5 minutes.
+# A real block keeps more than its input: $A > i$. Which $k$ from 1 to $L$ minimizes the peak
+# $\lceil L/k\rceil\, i + k A$? For 100 blocks with $A = 4i$, the best $k$ is 5: its peak is
+# $40\,i$. If several $k$ have the lowest peak, return the smallest one. With this function you can
+# choose Megatron-LM's `--recompute-num-layers` for a model.
 
 
 # %% tags=["exercise"] exercise="recompute-2"
@@ -215,9 +238,10 @@ def best_segment(num_layers, input_bytes, block_bytes):
 check("recompute-2", best_segment)
 
 # %% [markdown]
-# How much does a transformer block keep? With fused attention, a GPT block with dropout keeps 34
-# bytes for every 2 bytes of its bf16 input (lesson 01), so $A = 17\,i$. (This $A$ contains the
-# input, so the formula counts one $i$ twice.) Four models:
+# What is the best segment of a real model? That depends on how much a transformer block keeps. With
+# fused attention, a GPT block with dropout keeps 34 bytes for every 2 bytes of its bf16 input
+# (lesson 01), so $A = 17\,i$. (This $A$ contains the input, so the formula counts one $i$ twice.)
+# The next cell computes the best $k$ of four models.
 
 # %%
 from course_lib.memory.layer_bytes import TORCH_CPU, Pass, total
@@ -235,17 +259,23 @@ thin = max(L for L in range(2, 81) if peak_of(L, 1, A=17) <= peak_of(L, 2, A=17)
 print(f"A = 17 i: by the formula, k = 1 is best up to L = {thin}")
 
 # %% [markdown]
-# Without rounding up, the best $k$ is $\sqrt{L\,i/A}$ (Narayanan et al. 2021, section 3.5, find 1
-# or 2 in most cases). The larger $A$ is, the smaller is the best $k$: for $A = 17\,i$, it is 1 up
-# to about $L = 35$. For the three deeper models above, segments of 2 or 3 blocks lower the peak by
-# a fifth to a third. They cost no more FLOPs, because every block still runs forward twice. From
-# here on, *full recompute* means $k = 1$ (as in Korthikanti et al. 2022, section 5).
+# With $A$ and $i$, the function to minimize is $L\,i/k + kA$ (without rounding up). Its derivative,
+# $-L\,i/k^2 + A$, is 0 for $k = \sqrt{L\,i/A}$. Narayanan et al. (2021, section 3.5) derive the
+# same, and find that 1 or 2 layers are best in most cases. The larger $A$ is, the more a long
+# segment costs while it is recomputed, and the smaller is the best $k$.
 #
-# ### Exercise 3: every k-th input
+# For $A = 17\,i$, the best $k$ is 1 up to about $L = 35$. For the three deeper models above,
+# segments of 2 or 3 blocks lower the peak by a fifth to a third. They cost no more FLOPs than
+# $k=1$, because every block still runs forward twice. From here on, *full recompute* means $k = 1$
+# (as in Korthikanti et al. 2022, section 5).
 #
-# Run `blocks` on x and keep only the input of each segment of k blocks; the last segment may be
-# shorter. `run_all` above runs a list of blocks, and `recompute` takes lists, too. About 3 lines, 5
-# minutes.
+# ### Exercise 3 (further): every k-th input
+# *Difficulty 2 of 5, importance 4 of 5, about 5 minutes and 3 lines.*
+#
+# Run `blocks` on `x`, and keep only the input of each segment of `k` blocks. The last segment may
+# be shorter: 5 blocks with `k = 2` are segments of 2, 2 and 1. `run_all` above runs a list of
+# blocks, and `recompute` takes lists as arguments, too. This is Megatron-LM's `--recompute-method
+# uniform`.
 #
 # <details><summary>Hint: backward runs the wrong blocks</summary>
 # A lambda looks up its names when it runs, and yours runs in backward, after the loop has ended.
@@ -266,15 +296,22 @@ def run_segments(blocks, k, x):
 check("recompute-3", run_segments)
 
 # %% [markdown]
-# **The best segment has about $\sqrt{L\,i/A}$ blocks: 8 of 64 thin layers, but often only 1 to 3
-# transformer blocks.**
+# **The segment with the lowest peak has about $\sqrt{L\,i/A}$ blocks: 8 of 64 thin layers, but
+# often only 1 to 3 transformer blocks.**
 #
 # ## 3 A GPT: peak and time
 #
-# If attention is computed operation by operation, its scores, their softmax and their dropout are
-# large to keep and cheap to recompute. *Selective* recompute drops only these; *full* recompute
-# drops everything but the input of each block, and so runs forward twice. Backward costs about as
-# much as two forwards. How long does a step with full recompute take?
+# Section 2 recomputed whole blocks. But a block consists of operations that differ very much in
+# what they keep and in what they cost, so perhaps we can recompute only some of them.
+#
+# If attention is computed operation by operation, its scores, their softmax and their dropout have
+# one number for each pair of tokens. They are large to keep, but cheap to recompute compared with
+# the block's large matrix products. *Selective* recompute drops only these. *Full* recompute drops
+# everything but the input of each block, and so runs every block forward twice.
+#
+# For each matrix product of forward, backward computes two products of the same size: one gives the
+# gradient of the input, and one the gradient of the weight. So backward costs about as much as two
+# forwards. How long does a step with full recompute take?
 
 # %% tags=["predict"]
 guess = predict("time of a step with full recompute, as a multiple of one without (like 3/2)")
@@ -301,8 +338,9 @@ def step():
 
 
 # %% [markdown]
-# The formula adds up the tensors that a layer saves (lesson 01). The peak is the larger of two
-# sums: at the end of forward, and when backward has recomputed the model's last layer.
+# First the memory. The formula adds up the tensors that a layer saves (lesson 01). With recompute,
+# there are two candidates for the peak: the end of forward, when all inputs are there, and the time
+# when backward has recomputed the model's last layer. The peak is the larger of these two sums.
 
 
 # %% tags=["picture"]
@@ -320,16 +358,17 @@ show(*pictures.strategies(predicted, held))
 print("formula - measurement:", [predicted[how] - held[how].peak_bytes() for how in choose], "B")
 
 # %% [markdown]
-# The scores add $5as/h$ to 34, with $a$ heads, $s$ tokens and hidden size $h$ (lesson 01). At a
-# fixed $s$, wider heads ($h/a$) make their share smaller. Here are large models on 8
-# tensor-parallel GPUs. The published values are calculated, too (Korthikanti et al.
-# 2022):
+# Does selective recompute save as much in large models? The scores add $5as/h$ to the 34 bytes
+# above, with $a$ heads, $s$ tokens and hidden size $h$ (lesson 01). At a fixed $s$, wider heads
+# ($h/a$) make their share smaller, so selective recompute saves a smaller part. The next picture
+# shows four large models on 8 tensor-parallel GPUs. The published values are calculated, too
+# (Korthikanti et al. 2022):
 
 # %% tags=["picture"]
 show(*pictures.published_memory())
 
 # %% [markdown]
-# What is the price in FLOPs and in time?
+# Now the price. What does each strategy cost in FLOPs and in time?
 
 
 # %% tags=["measured"]
@@ -353,25 +392,34 @@ claim("selective takes more time than its FLOPs say", ratio["selective"] > more_
 show(*pictures.price(more_flop, ratio))
 
 # %% [markdown]
-# Here and in a published layer of a 22B model (time +7 %), selective recompute takes more time than
-# its FLOPs suggest. A likely reason, which we did not measure, is that softmax and dropout read and
-# write very large tensors. Full recompute of the published layer takes 39 % longer, not 33 %. Its
-# backward communicates while it computes weight gradients, and takes less time than two forwards.
-# So one more forward adds more than a third (Korthikanti et al. 2022, section 6.2).
+# If full recompute runs everything forward twice, a step costs $1 + 1 + 2 = 4$ forwards instead of
+# $1 + 2 = 3$. So the FLOPs grow by a factor of at most 4/3. It is a little less, because layers
+# outside the blocks, such as the output layer, are not recomputed.
 #
-# FlashAttention (Dao et al. 2022, section 3.1) recomputes the scores inside its kernel, and never
-# writes them to the GPU's main memory. With it, selective recompute is useful for other cheap
-# operations, such as norms and activation functions (Megatron-LM: `--recompute-modules`).
+# The time need not follow the FLOPs. Here and in a published layer of a 22B model (time +7 %),
+# selective recompute takes more time than its FLOPs suggest. A likely reason, which we did not
+# measure, is that softmax and dropout read and write very large tensors with few FLOPs. Full
+# recompute of the published layer takes 39 % longer, not 33 %. The reason is that the backward of
+# this layer takes less time than two forwards, because it communicates while it computes weight
+# gradients. So one more forward adds more than a third (Korthikanti et al. 2022, section 6.2).
 #
-# **Full recompute keeps one tensor per block and costs one more forward: at most 4/3 of the
-# FLOPs.**
+# FlashAttention (Dao et al. 2022, section 3.1) applies the same idea inside one kernel: it
+# recomputes the scores in backward, and never writes them to the GPU's main memory. With
+# FlashAttention, selective recompute is useful for other cheap operations, such as norms and
+# activation functions (Megatron-LM: `--recompute-modules`).
+#
+# **Recompute first what is large to keep and cheap to compute. Full recompute of every block keeps
+# one tensor per block and costs one more forward: at most 4/3 of the FLOPs.**
 #
 # ## 4 Sixteen bits
 #
-# The other way to save memory is smaller numbers. Precision and range share the bits of a number:
-# bf16 keeps the range of fp32 and has less precision; fp16 has more precision than bf16, but less
-# range. The next cell prints the largest and the smallest positive number of each format, and the
-# next number after 1.
+# Recompute reduces the number of tensors. The other way to save memory is to store each number in
+# fewer bits. Which numbers can stand that?
+#
+# The bits of a floating-point number are shared between its exponent, which determines the *range*,
+# and its mantissa, which determines the *precision*. bf16 has the exponent bits of fp32, hence its
+# range, but less precision. fp16 has more precision than bf16, but less range. The next cell prints
+# the largest and the smallest positive number of each format, and the next number after 1.
 #
 # A bf16 weight of 1 takes 100 steps of -0.001. What is its value in the end?
 
@@ -399,22 +447,27 @@ scaled = torch.tensor([2.0**-26, 2.0**-26 * 2.0**16, 2.0**-26 * 2.0**44])
 print("a gradient of 2**-26 in fp16, times 1, 2**16, 2**44:", scaled.half().tolist())
 
 # %% [markdown]
-# Every step is less than half the distance to the next bf16 number below 1, so it is rounded away.
-# The usual solution is **master weights** (Micikevicius et al. 2018, section 3.1): the model
-# computes with 16-bit copies, and the optimizer updates fp32 masters.
+# The next bf16 number below 1 is $1-2^{-8}\approx0.996$. A step of 0.001 is less than half of this
+# distance, so the result is rounded back to 1. The same happens in each of the 100 steps. The usual
+# solution is **master weights** (Micikevicius et al. 2018, section 3.1): the model computes with
+# 16-bit copies, and the optimizer updates fp32 masters, in which small steps add up.
 #
-# The last printed line shows a problem of fp16: small gradients underflow to 0. If the *loss* is
-# multiplied by a scale $S$, every gradient becomes $S$ times as large (section 3.2 of the same
-# paper). If $S$ is too large, gradients overflow to inf. Divide the gradient by $S$, in fp32,
-# before you clip it, because clipping uses its norm. bf16 has the range of fp32 and usually needs
-# no loss scale (Kalamkar et al. 2019).
+# The last printed line shows another problem, which concerns the range of fp16: small gradients
+# underflow to 0. Backward is linear in the gradient that it starts from. So if we multiply the
+# *loss* by a scale $S$, every gradient becomes $S$ times as large and can move into the range of
+# fp16 (section 3.2 of the same paper). If $S$ is too large, gradients overflow to inf. Afterwards,
+# divide the gradient by $S$ in fp32. Do this before you clip, because `max_norm` is meant for the
+# true gradient. bf16 has the range of fp32 and usually needs no loss scale (Kalamkar et al. 2019).
 #
-# ### Exercise 4: a step in mixed precision
+# ### Exercise 4 (core): a step in mixed precision
+# *Difficulty 3 of 5, importance 5 of 5, about 15 minutes and 9 lines.*
 #
-# `param` is fp16; `param.grad` is the gradient of a loss times `scale`. `optimizer` updates
-# `master`, the fp32 copy of `param`, from `master.grad`, which you have to set. Unscale in fp32. If
-# any gradient is not finite, change no weight. Otherwise clip `master.grad` as in lesson 02, step,
-# and copy `master` into `param` (in place, under `torch.no_grad()`). About 9 lines, 15 minutes.
+# `param` is fp16, and `param.grad` is the gradient of the loss times `scale`: with `scale = 1024`,
+# a stored 2 means 1/512. `optimizer` updates `master`, the fp32 copy of `param`, from
+# `master.grad`, which you have to set. Unscale in fp32. If any gradient is not finite, change no
+# weight and return False. Otherwise clip `master.grad` to `max_norm` (lesson 02), step, copy
+# `master` into `param` (in place, under `torch.no_grad()`), and return True. Training in fp16 takes
+# this step.
 
 
 # %% tags=["exercise"] exercise="recompute-4"
@@ -436,12 +489,14 @@ def half_step(param, master, optimizer, scale, max_norm):
 check("recompute-4", half_step)
 
 # %% [markdown]
-# ### Exercise 5: which scale?
+# ### Exercise 5 (further): which scale?
+# *Difficulty 1 of 5, importance 3 of 5, about 5 minutes and 4 lines.*
 #
-# The scale should be as large as possible without overflow. During training, an
-# overflow halves the scale, and 3 good steps *in a row* double it (PyTorch's `GradScaler` waits for
-# 2,000). After each of these changes, the count of good steps restarts from 0. `num_good` is the
-# count before this step. Return the new scale and the new count. About 4 lines, 5 minutes.
+# The scale should be as large as possible without overflow, and gradients change during training.
+# So an overflow halves the scale, and 3 good steps *in a row* double it (PyTorch's `GradScaler`
+# waits for 2,000). After each change, the count of good steps restarts from 0. `num_good` is the
+# count before this step. Return the new scale and the new count: after a third good step, `(1024,
+# 2)` becomes `(2048, 0)`; after an overflow, it becomes `(512, 0)`.
 
 
 # %% tags=["exercise"] exercise="recompute-5"
@@ -460,15 +515,16 @@ def next_scale(scale, num_good, finite):
 check("recompute-5", next_scale)
 
 # %% [markdown]
-# **Small steps usually need fp32 masters. Small fp16 gradients need a loss scale; unscale before
-# you clip.**
+# **If steps are small compared with the weights, keep fp32 masters. If gradients are small in fp16,
+# scale the loss, and unscale before you clip.**
 #
 # ## 5 The real thing: autocast and GradScaler
 #
-# Our `MixedPrecisionOptimizer` keeps a 16-bit model and fp32 masters, as Megatron-LM and DeepSpeed
-# do. With PyTorch's `torch.autocast`, the parameters stay in fp32 and are cast to 16 bits at the
-# input of each matrix product; `GradScaler` adapts the scale. Train both ways in fp16, with an
-# overflow in the third step:
+# You have written the step for one parameter. Frameworks do it for a whole model, in one of two
+# ways. Our `MixedPrecisionOptimizer` keeps a 16-bit model and fp32 masters, as Megatron-LM and
+# DeepSpeed do. With PyTorch's `torch.autocast`, the parameters stay in fp32 and thus are their own
+# masters; they are cast to 16 bits at the input of each matrix product. `GradScaler` adapts the
+# scale. Do both ways compute the same? We train both in fp16, with an overflow in the third step:
 
 # %%
 from functools import partial
@@ -520,9 +576,12 @@ for ours, theirs in zip(by_hand(), with_torch(), strict=True):
     print(f"scale {ours[0]:g}, GradScaler's {theirs[0]:g}; same bits: {equal}")
 
 # %% [markdown]
-# The weights agree bit for bit, but the memory differs. Autocast keeps 16-bit copies, also of the
-# weights, *and* tensors in fp32 (in our GPT, the loss's log-softmax and the inputs of the norms).
-# For backward, the fp32 GPT under autocast keeps more bytes than a bf16 GPT. How many times as
+# The weights agree bit for bit, but the memory differs. With autocast, backward needs the 16-bit
+# inputs of the matrix products: copies of the activations *and of the weights*. In addition, some
+# operations compute in fp32 and keep fp32 tensors (in our GPT, the loss's log-softmax and the
+# inputs of the norms).
+#
+# So for backward, the fp32 GPT under autocast keeps more bytes than a bf16 GPT. How many times as
 # many?
 
 # %% tags=["predict"]
@@ -542,25 +601,34 @@ reveal(guess, kinds["autocast"].peak_bytes() / kinds["bf16"].peak_bytes())
 show(*pictures.number_formats(kinds))
 
 # %% [markdown]
+# **Compared with fp32, a 16-bit model halves the floating-point activations. Autocast saves less,
+# because it also keeps fp32 tensors and 16-bit copies of the weights.**
+#
 # ## 6 Eight bits, and four
 #
-# In FP8, the peak speed of the H100's tensor cores is twice that in bf16 (NVIDIA's datasheet).
-# There are two formats (Micikevicius et al. 2022, section 3): E4M3, with 4 bits of exponent and 3
-# of mantissa, usually for weights and activations; E5M2, with more range, for gradients. Usually
-# only the operands of matrix products are FP8; masters stay in fp32.
+# Sixteen bits work well. Can we go on to 8 bits, or to 4? Speed is a reason to try: in FP8, the
+# peak speed of the H100's tensor cores is twice that in bf16 (NVIDIA's datasheet). Usually only the
+# operands of matrix products are in FP8, and masters stay in fp32.
 #
-# Neither FP8 format has the range that all tensors need. So each tensor is divided by a scale $X$
-# that maps its largest number to the format's largest. *Current scaling* reads the tensor once to
-# find its largest number, and again to round. *Delayed scaling* uses the largest number of earlier
-# steps; a number that is now too large *saturates*: it becomes the format's largest.
+# With 8 bits, a format cannot have enough precision and enough range for everything. So there are
+# two formats (Micikevicius et al. 2022, section 3). E4M3, with 4 bits of exponent and 3 of
+# mantissa, is usual for weights and activations. E5M2, with more range and less precision, is usual
+# for gradients.
 #
-# With such a scale, one outlier affects a whole tensor. **Microscaling** (MX; Open Compute Project,
-# MX v1.0, 2023) has a scale for each *block* of 32 consecutive numbers. The scale is a power of
-# two, so dividing by it is exact. MXFP8 has elements in E4M3 or E5M2. MXFP4 has elements in E2M1:
-# 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives.
+# Even so, neither of them has the range that all tensors need. So each tensor is divided by a scale
+# $X$ that maps its largest number to the format's largest. *Current scaling* has to read the tensor
+# twice: once to find its largest number, and again to round. *Delayed scaling* avoids this and uses
+# the largest number of earlier steps. If a number is now too large for this scale, it *saturates*:
+# it becomes the format's largest.
 #
-# E4M3 rounds a number by up to 6 % (numbers near its smallest by more). What is the error of a
-# product of two random matrices?
+# With one scale per tensor, a single outlier determines the scale of all numbers. **Microscaling**
+# (MX; Open Compute Project, MX v1.0, 2023) has a scale for each *block* of 32 consecutive numbers
+# instead. The scale is a power of two, so dividing by it only changes exponents and is exact. MXFP8
+# has elements in E4M3 or E5M2. MXFP4 has elements in E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their
+# negatives.
+#
+# How much precision is left? E4M3 rounds a number by up to 6 % (numbers near its smallest by more).
+# What is the error of a product of two random matrices?
 
 # %% tags=["predict"]
 guess = predict("norm of the error / of the product: E4M3, one scale per matrix", unit="%")
@@ -573,24 +641,36 @@ reveal(guess, 100 * product_error("E4M3, one scale"))
 show(*pictures.product_errors())
 
 # %% [markdown]
-# In E4M3, one scale tolerates outliers of up to about 10,000 standard deviations here. Beyond that,
-# more and more of the other numbers become 0. With blocks, an outlier harms at most the 31 other
-# numbers of its block. Without outliers, MXFP8 is a little worse than one scale: the scales of
-# its blocks are rounded *down* to a power of two, so the largest numbers of many blocks saturate.
-# Scales rounded up (Mishra et al. 2025) repair that.
+# Why does the error of the product not exceed that of a single number, although it sums over many?
+# The 6 % is the largest rounding error, and most are smaller. Moreover, for random matrices the
+# terms of a sum and their errors have random signs. Both sums then grow like the square root of the
+# number of terms, so their ratio does not grow.
 #
-# ### Exercise 6: blocks with a shared scale
+# Now look at outliers. In E4M3, one scale tolerates outliers of up to about 10,000 standard
+# deviations here. Beyond that, the scale is so large that more and more of the other numbers
+# underflow to zero. With blocks, an outlier harms at most the 31 other numbers of its block.
+# Without outliers, MXFP8 is a little worse than one scale: the scales of its blocks are rounded
+# *down* to a power of two, so the largest numbers of many blocks saturate. Scales rounded up
+# (Mishra et al. 2025) repair that.
 #
-# Round the fp32 `x` [rows, n] in blocks of `block` numbers along each row; the last block of a row
-# may be shorter. To find a block's scale, take the largest power of two $\le$ its largest $|x|$,
-# and divide it by the format's largest power of two: $2^8$ for E4M3, whose largest number is 448,
-# $2^{15}$ for E5M2. (A block of zeros: any power of two.) An element is x / scale, clamped to the
-# format's largest numbers and then rounded to the nearest (`.to(dtype)`). Return the elements
-# [rows, n] as `dtype`, and the scales [rows, number of blocks] in fp32. `torch.finfo(dtype).max`,
-# `F.pad` and `torch.frexp` may help. About 6 lines, 15 minutes.
+# ### Exercise 6 (further): blocks with a shared scale
+# *Difficulty 4 of 5, importance 3 of 5, about 15 minutes and 6 lines.*
+#
+# Round fp32 `x` [rows, n] in blocks of `block` numbers along each row; a row's last block may be
+# shorter. A block's scale is the largest power of two $\le$ its largest $|x|$, divided by the
+# format's largest power of two ($2^8$ for E4M3, $2^{15}$ for E5M2). An element is x / scale,
+# clamped to $\pm$`torch.finfo(dtype).max`, then `.to(dtype)`. In E4M3, a largest number of 7.5
+# gives the scale 4/256, and 7.5 becomes 480, clamped to 448. Return elements [rows, n] as `dtype`,
+# and fp32 scales [rows, number of blocks].
+#
+# <details><summary>Hint: tools</summary>
+# <code>F.pad</code> fills up the last block. <code>torch.frexp</code> returns a mantissa from 0.5
+# to 1, and an exponent. The scale of a block of zeros may be any power of two.
+# </details>
 #
 # <details><summary>Hint: if a scale is two times what it should be</summary>
-# `torch.log2` rounds: for the largest fp32 number below 8 it returns 3. `torch.frexp` is exact.
+# <code>torch.log2</code> rounds: for the largest fp32 number below 8 it returns 3.
+# <code>torch.frexp</code> is exact.
 # </details>
 
 
@@ -611,12 +691,15 @@ def in_blocks(x, dtype, block=32):
 check("recompute-6", in_blocks)
 
 # %% [markdown]
-# Blocks lie along the dim over which a product sums, because each block's part of the sum can then
-# be multiplied by its scale. Forward sums over a layer's inputs, backward over its outputs and over
-# the tokens. So each tensor needs two rounded copies, with blocks along rows and along columns.
+# In which direction of a matrix should blocks lie? A product sums over one dim of each operand. If
+# the blocks lie along this dim, all 32 terms of a block have the same scale, and the hardware can
+# multiply their partial sum by it once. But the three products of a layer sum over different dims:
+# forward over the layer's inputs, and backward over its outputs and over the tokens. So each tensor
+# needs two rounded copies, with blocks along rows and along columns.
 #
-# Now train a small GPT. Its blocks' linear layers compute in each format, the rest in fp32. The FP8
-# runs use E5M2 for gradients, the MXFP8 runs E4M3. The MXFP4 run uses MXFP8 in backward.
+# A small error of a product does not yet say what happens to training. So now we train a small GPT.
+# Its blocks' linear layers compute in each format, the rest in fp32. The FP8 runs use E5M2 for
+# gradients, the MXFP8 runs E4M3. The MXFP4 run uses MXFP8 in backward.
 
 # %% tags=["picture", "measured"]
 losses = {name: train(name) for name in FORMATS}
@@ -628,15 +711,17 @@ claim("in 8 bits the loss is within 1 % of fp32's", eight_bits < 0.01 * losses["
 show(*pictures.format_losses(losses))
 
 # %% [markdown]
-# **A scale for each block confines an outlier's damage to the block.** After these 100 steps, the
-# losses rank like the errors of the forward product without outliers: bf16, FP8, MXFP8 with scales
-# rounded down, MXFP4.
+# After these 100 steps, the losses rank like the errors of the forward product without outliers:
+# bf16, FP8, MXFP8 with scales rounded down, MXFP4.
 #
 # A hundred steps say little about a long training. Published runs had losses close to those in 16
 # bits: emulated FP8, up to 175B parameters (Micikevicius et al. 2022, section 4.1); FP8 in blocks
-# with fp32 scales, up to 230B (DeepSeek-AI 2024, *DeepSeek-V3*, appendix B.1); MXFP8, 8B, 15T
-# tokens (Mishra et al. 2025). A 12B model in FP4 needed extra methods, such as stochastic rounding
-# (NVIDIA 2025, NVFP4).
+# with fp32 scales, up to 230B (DeepSeek-AI 2024, *DeepSeek-V3*, appendix B.1); MXFP8, 8B parameters
+# and 15T tokens (Mishra et al. 2025). A 12B model in FP4 needed extra methods, such as stochastic
+# rounding (NVIDIA 2025, NVFP4).
+#
+# **A scale for each block confines an outlier's damage to the block. This matters most for 4-bit
+# elements, whose range is the smallest.**
 #
 # ## What to keep
 #
