@@ -3,6 +3,11 @@
 #
 # **Question.** How do ranks copy, sum and exchange tensors, and how long does it take?
 #
+# Every parallel training method in this course communicates through a few *collectives*: calls that
+# all ranks make together, such as `all_reduce`. A library hides the messages inside them. But which
+# method is fast on which machine depends on how many messages there are, and how large they are. In
+# this lesson you write the collectives from single messages and derive what they cost.
+#
 # *After this lesson you can*
 #
 # - write the usual collectives from messages, without a deadlock;
@@ -10,7 +15,8 @@
 # - explain why libraries use rings, trees and hierarchies;
 # - measure $\alpha$ and $\beta$ of a machine, and interpret a bus bandwidth.
 #
-# **Prerequisites:** lesson 00. **Time:** about 80 minutes of reading, 75 for the exercises.
+# **Prerequisites:** lesson 00. **Time:** about 80 minutes of reading, 75 for the exercises. Section
+# 4 ends with a break.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -21,8 +27,8 @@
 # | $r$ | `rank` | number of this rank, $0 \dots p-1$ |
 #
 # **The alpha-beta model:** a message of $n$ bytes takes $\alpha+n/\beta$ seconds. At any time, a
-# rank sends at most one message and receives at most one. Adding costs no time. (All tensors in the
-# exercises are contiguous.)
+# rank sends at most one message and receives at most one, but it can do both at once. We also
+# assume that adding two tensors takes no time. (All tensors in the exercises are contiguous.)
 
 # %%
 # %load_ext course_lib.ranks
@@ -42,10 +48,11 @@ from course_lib.ranks import RankError, Ranks
 # %% [markdown]
 # ## 1 One sender, seven friends
 #
-# You send 5 MB of pictures to each of seven friends. Your uplink carries 1 MB/s, and latency is
-# negligible. After how many seconds does the last friend have all pictures? Sending to all *at
-# once* does not help, because the same bytes leave through the same wire. But friends who have all
-# pictures can forward them. How long does it take then?
+# The simplest collective is a **broadcast**: one rank has a tensor, and all ranks need a copy. You
+# know this problem. You send 5 MB of pictures to each of seven friends. Your uplink carries 1 MB/s,
+# and latency is negligible. Sending to all friends *at once* does not help, because the same bytes
+# leave through the same wire. But a friend who has all the pictures can forward them. When does the
+# last friend have all pictures, with and without this help?
 
 # %% tags=["predict"]
 guess_alone = predict("until all seven have the pictures, from you alone", unit="s")
@@ -97,11 +104,13 @@ print("from rank 2:", ranks.run(lambda rank: tree_broadcast(torch.tensor(rank), 
 
 # %% [markdown]
 # ### Exercise 1 (core): the tree, backwards
+# *Difficulty 2 of 5, importance 3 of 5, about 10 minutes and 7 lines.*
 #
-# The same messages in reverse order and direction are a **reduce**: every rank sends the sum that
-# it has so far, and the root ends with the total. Budget: every rank sends at most once and
-# receives at most $\lceil\log_2 p\rceil$ times, in as many rounds. x has any shape (also `[]`) and
-# dtype; do not change it. The sum is a new tensor in every call. About 7 lines, 10 minutes.
+# A **reduce** gives the root the sum of all ranks' tensors. It sends the messages of
+# `tree_broadcast` in reverse order and in the opposite direction: each rank sends the sum that it
+# has so far, and the receiver adds it to its own. If four ranks hold 1, 10, 100 and 1000, the root
+# returns 1111. Budget: every rank sends at most once and receives at most $\lceil\log_2 p\rceil$
+# times.
 #
 # <details><summary>Hint: a rank is missing in my sum</summary>
 # The last round of the broadcast is the first round of the reduce. Start with the largest power of
@@ -131,13 +140,20 @@ def tree_reduce(x, root=0):
 check("collectives-1", tree_reduce)
 
 # %% [markdown]
-# **This *binomial tree* takes $\lceil\log_2 p\rceil$ rounds, and each round sends the whole
-# tensor.**
+# In each round of the tree, every rank that has the tensor sends it to one that does not, so the
+# number of ranks that have it doubles. After $k$ rounds, $2^k$ ranks have it. All $p$ ranks have it
+# as soon as $2^k\ge p$, that is, after $\lceil\log_2 p\rceil$ rounds. The sender of a star needs
+# $p-1$ messages instead.
+#
+# **A *binomial tree* broadcasts or reduces a tensor in $\lceil\log_2 p\rceil$ rounds, and each
+# round sends the whole tensor.**
 #
 # ## 2 Everyone sends at once
 #
-# The ranks form a circle, and each passes a tensor to its right neighbor. In the obvious program,
-# each rank first sends to the right, then receives from the left. Does it finish?
+# In the tree, a rank only sends or only receives in each round. Faster collectives use both
+# directions: all ranks send *and* receive at the same time. Let the ranks form a circle in which
+# each passes a tensor to its right neighbor. In the obvious program, each rank first sends to the
+# right, then receives from the left. Does this program finish?
 
 # %% tags=["predict"]
 guess_finishes = predict("does it finish?", choices=YES_NO)
@@ -158,14 +174,19 @@ except RankError:
     raise
 
 # %% [markdown]
-# This is a **deadlock**. On these ranks, `send` returns only when the receiver has taken the
-# message. Each rank waits for its receiver, which calls `recv` only after its own `send`.
+# This is a **deadlock**: each rank waits for another, and the waiting forms a circle. On these
+# ranks, `send` returns only when the receiver has taken the message. The receiver would call `recv`
+# after its own `send` has returned, but its `send` waits for the next rank, and so on around the
+# circle. Libraries that buffer small messages hide this mistake until the tensors grow.
 #
 # ### Exercise 2 (core): break the circle
+# *Difficulty 1 of 5, importance 5 of 5, about 5 minutes and 4 lines.*
 #
-# Pass x to the right neighbor, for two or more ranks; do not change x. Budget: one message per
-# rank, all in one round. `dist.isend` and `dist.irecv` start a message and return at once;
-# `.wait()` blocks until the message is complete. About 4 lines, 5 minutes.
+# Pass x to the right neighbor, and return what comes from the left one. On 4 ranks that hold 1, 10,
+# 100 and 1000, rank 0 returns 1000 and rank 1 returns 1. `dist.isend` and `dist.irecv` take the
+# same arguments as `send` and `recv`, but they only start a message and return a handle at once.
+# The handle's `.wait()` blocks until the message is complete. All collectives on a ring are built
+# from this exchange. Budget: one message per rank, all in one round.
 #
 # <details><summary>Hint: it still hangs</summary>
 # Start <em>both</em> messages before the first <code>.wait()</code>.
@@ -191,14 +212,19 @@ check("collectives-2", pass_right)
 
 # %% [markdown]
 # **If every rank starts its send and its receive of a step before it waits for either, the step
-# cannot deadlock (with NCCL, start both together: `batch_isend_irecv`).**
+# cannot deadlock.** (With NCCL, start both together, by `batch_isend_irecv`.)
 #
 # ## 3 Reduce-scatter on a ring
 #
-# Each of 4 ranks holds a gradient of $n$ bytes, cut into 4 shards. At the end, rank $r$ should hold
-# shard $r$ of the *sum*. In each step, every rank sends one shard to the right; the receiver adds
-# its own, and sends the result on in the next step. What fraction of $n$ does each rank send in
-# total?
+# The tree of section 1 can sum tensors, but every message carries all $n$ bytes, and in its last
+# round only two ranks are busy. With the exchange of section 2, all ranks can be busy in every
+# step. The idea is to cut the tensor into $p$ *shards*, so that different ranks sum different
+# shards at the same time.
+#
+# Each of 4 ranks holds a gradient of $n$ bytes, cut into 4 shards. After a **reduce-scatter**, rank
+# $r$ holds shard $r$ of the *sum*. In each step, every rank sends one shard to its right neighbor.
+# The receiver adds its own numbers to this shard, and sends the result on in the next step. What
+# fraction of $n$ does each rank send in total?
 
 # %% tags=["predict"]
 guess_part = predict("bytes each of 4 ranks sends, as a fraction of n (like 1/2)")
@@ -230,12 +256,16 @@ reveal(guess_part, sent / 16)  # x was 4 numbers of 4 bytes
 wires.reduce_scatter_steps(4)
 
 # %% [markdown]
-# Each shard has to visit all $p$ ranks, which takes $p-1$ steps. A rank sends $n/p$ bytes in each
-# step, and $\frac{p-1}{p}\,n$ bytes in total.
+# Follow one shard. It collects the numbers of one more rank in every step, so after $p-1$ steps it
+# contains those of all $p$ ranks. All ranks send in each of these steps, and each message is one
+# shard of $n/p$ bytes. A rank therefore sends $(p-1)\cdot\frac{n}{p}=\frac{p-1}{p}\,n$ bytes in
+# total.
 #
-# **Break it.** An index is off by one: what arrives is added to the *next* shard. Rank $r$
-# contributes $10^r$, so the digits of a sum show how often each rank was counted. `fault=0`
-# corrects it.
+# In the code, the indices decide which shard travels when, and they are easy to get wrong.
+#
+# **Break it.** Here one index is off by one: a rank adds what arrives to the shard that it has just
+# sent, not to the one that it will send next. Rank $r$ contributes $10^r$, so each digit of a sum
+# shows how often one rank was counted. `fault=0` corrects the index.
 
 
 # %% tags=["failure"]
@@ -252,13 +282,17 @@ for rank, shards in enumerate(ranks.run(off_by_one)):
     print(f"rank {rank} holds {shards}; its own shard should be 1111")
 
 # %% [markdown]
-# There is no error.
+# The sums are wrong, but no error is raised: shapes, message counts and partners are all right.
+# Choose test inputs that reveal who was counted, such as powers of ten.
 #
 # ### Exercise 3 (core): all-gather
+# *Difficulty 2 of 5, importance 5 of 5, about 15 minutes and 4 lines.*
 #
-# Now every rank has one shard, and all ranks need all shards, in rank order. Use the same ring, but
-# store what arrives, and send it on in the next step. Budget: $p-1$ messages per rank, each of one
-# shard, to the right neighbor only, in $p-1$ rounds. About 4 lines, 15 minutes.
+# Now every rank has one shard, and all ranks need all shards, in rank order: shards `[1]`, `[10]`
+# and `[100]` become `[1, 10, 100]` on every rank. Use the same ring, but store what arrives instead
+# of adding it, and send it on in the next step. This is the second half of an all-reduce, and FSDP
+# (lesson 10) gathers its parameters this way. Budget: $p-1$ messages per rank, each of one shard,
+# to the right neighbor only.
 #
 # <details><summary>Hint: zeros are left over</summary>
 # In step 1, you send your own shard; in step 2, the shard that came in step 1.
@@ -289,9 +323,12 @@ check("collectives-3", gather_on_ring)
 #
 # ## 4 All-reduce
 #
-# Data-parallel training needs an **all-reduce**: every rank gets the sum of gradients. Section 3
-# has both halves. By what factor do the bytes that *each rank* sends grow when $p$ grows from 4
-# to 4,000?
+# After a reduce-scatter, each rank has only one shard of the sum. Data-parallel training needs
+# more: every rank needs the complete sum of all gradients. This is an **all-reduce**. We already
+# have both halves of it: a reduce-scatter computes the sum in shards, and an all-gather gives all
+# shards to all ranks.
+#
+# Suppose that $p$ grows from 4 to 4,000. By what factor do the bytes that *each rank* sends grow?
 
 # %% tags=["predict"]
 guess_growth = predict("p from 4 to 4,000: the bytes of each rank grow by a factor of")
@@ -323,12 +360,17 @@ for p in range(1, 7):
     print(f"{p} ranks: formula {bytes_per_rank(p):.3f} n, counted {sent_by_rank_0(p):.3f} n")
 
 # %% [markdown]
-# ### Exercise 4 (core): the mean
+# The bytes per rank hardly grow, because each half sends less than $n$ bytes however many ranks
+# there are. What does grow with $p$ is the number of steps, and each step costs a latency.
 #
-# Data parallelism needs the *mean*, in place, for any number of floats (10 floats on 4 ranks are
-# shards of 3, 3, 2 and 2). Call the two halves; `out=x` tells the all-gather where to put the
-# shards. Budget: $2(p-1)$ messages and $2\frac{p-1}{p}n$ bytes per rank, on average if shards
-# differ in size; no padding. About 2 lines, 5 minutes.
+# ### Exercise 4 (core): the mean
+# *Difficulty 1 of 5, importance 5 of 5, about 5 minutes and 2 lines.*
+#
+# Data parallelism needs the *mean* of the gradients. Replace x by its mean over all ranks, in
+# place: 1, 10, 100 and 1000 become 277.75 everywhere. Call the two halves;
+# `ring_all_gather(shard, out=x)` writes the shards of all ranks into x. They work for any length
+# (10 floats on 4 ranks are shards of 3, 3, 2 and 2). Budget: $2(p-1)$ messages per rank, without
+# padding.
 #
 # <details><summary>Hint: where does the division belong?</summary>
 # Divide where the sum is complete and still small: between the two halves, on one shard.
@@ -349,20 +391,29 @@ def mean_all_reduce(x):
 check("collectives-4", mean_all_reduce)
 
 # %% [markdown]
-# **All-reduce = reduce-scatter + all-gather. On a ring: $2\frac{p-1}{p}\,n$ bytes per rank,
-# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that all ranks together cannot send less, if no
-# switch adds.
+# Can another algorithm send fewer bytes? Count for each number of the tensor. Before any rank can
+# know its sum, the contributions of the $p-1$ other ranks have to be sent: at least $p-1$
+# transfers. After that, the $p-1$ other ranks still have to receive the result: at least $p-1$
+# more. So all ranks together send at least $2(p-1)\,n$ bytes, which is $2\frac{p-1}{p}n$ per rank
+# on average. Patarasuk and Yuan (2009) prove this bound, and the ring reaches it. It does not hold
+# if the network itself can add (section 5, NVLS).
+#
+# **All-reduce = reduce-scatter + all-gather. On a ring, it sends $2\frac{p-1}{p}\,n$ bytes per rank
+# in $2(p-1)$ steps, and no algorithm sends fewer bytes, as long as only ranks add.**
 #
 # *A good place for a break.*
 #
 # ## 5 Fewer messages
 #
-# A ring sends $n/p$ bytes in each of $2(p-1)$ steps, so it takes $2(p-1)(\alpha+\frac{n}{p\beta})$
-# seconds. For a small tensor, almost all of this is latency. **Recursive doubling** needs fewer
-# messages: each rank exchanges sums with the rank 1 away, then 2 away, then 4 away. If $p$ is a
-# power of two, every rank has the whole sum after $\log_2{p}$ rounds. But each round sends the
-# whole tensor, so the time is $\log_2{p}\,(\alpha+n/\beta)$. (`rank ^ 4` flips one bit, which gives
-# the partner 4 away.)
+# A ring sends the fewest bytes, but in many messages. In each of its $2(p-1)$ steps, a rank sends
+# $n/p$ bytes, so a ring takes $2(p-1)(\alpha+\frac{n}{p\beta})$ seconds. For a small tensor, almost
+# all of this is latency.
+#
+# **Recursive doubling** needs fewer messages. Each rank exchanges its sum with the rank 1 away,
+# then with the rank 2 away, then 4 away. In every round, the number of ranks whose contributions a
+# sum contains doubles. If $p$ is a power of two, every rank has the whole sum after $\log_2{p}$
+# rounds. But each round sends the whole tensor, so the time is $\log_2{p}\,(\alpha+n/\beta)$. (In
+# the code, `rank ^ 4` flips one bit of the rank's number. This gives the partner 4 away.)
 #
 # Four ranks communicate over an emulated slow wire. From which size on is the ring faster than
 # doubling?
@@ -386,25 +437,38 @@ def doubling_all_reduce(x):
 reveal(guess_crossover, network.crossover_bytes(4, wire) / 1e6)
 
 # %% [markdown]
-# **Halving-doubling** sends the ring's bytes in fewer rounds (Thakur, Rabenseifner and Gropp 2005).
-# In each round, two partners still have to sum the same part of x. Each *keeps one half, sends the
-# other*, and adds what it receives. So the messages shrink: $n/2$, $n/4$ ... bytes. After
-# $\log_2{p}$ rounds, each rank has the sum of one shard. Then the same exchanges in reverse order
-# double the summed part of each rank, until x is complete.
+# To find this size, set both times equal. With $p=4$, the ring takes
+# $6\alpha+\frac{6}{4}\frac{n}{\beta}$, and doubling takes $2\alpha+2\frac{n}{\beta}$. They are
+# equal if $4\alpha=\frac12\frac{n}{\beta}$, that is, if $n=8\alpha\beta$. The product $\alpha\beta$
+# is the number of bytes that a wire could carry during one latency.
+#
+# So one algorithm saves messages, and the other saves bytes. **Halving-doubling** (Thakur,
+# Rabenseifner and Gropp 2005) saves both. It is again a reduce-scatter and an all-gather:
+#
+# 1. *Halving.* In each round, two partners still have to sum the same part of x. Each keeps one
+#    half of this part, sends the other half to its partner, and adds what it receives. So the
+#    messages shrink: $n/2$, $n/4$ and so on. After $\log_2{p}$ rounds, each rank has the sum of one
+#    shard.
+# 2. *Doubling.* The same partners meet in reverse order, and send each other their summed parts.
+#    Each rank's summed part doubles in every round, until x is complete.
 
 # %% tags=["picture"]
 wires.halving_doubling_steps(4)
 
 # %% [markdown]
-# It sends $2(\frac{1}{2}+\frac{1}{4}+\dots+\frac{1}{p})n=2\frac{p-1}{p}n$ bytes per rank, in
+# The halving rounds send $\frac{n}{2}+\frac{n}{4}+\dots+\frac{n}{p}$ bytes. This sum is
+# $n-\frac{n}{p}=\frac{p-1}{p}n$, because each term is half of what was left before. The doubling
+# rounds send the same again. So each rank sends $2\frac{p-1}{p}n$ bytes, as on a ring, but in only
 # $2\log_2{p}$ messages.
 #
 # ### Exercise 5 (further): all-reduce by halves
+# *Difficulty 4 of 5, importance 3 of 5, about 25 minutes and 10 lines.*
 #
-# Sum x over all ranks, in place, for $p=1,2,4,8\dots$ ranks. x has one dimension, any length and
-# any dtype. Halves may differ in length, and may be empty. Budget: $2\log_2{p}$ messages per rank
-# in as many rounds, and $2\frac{p-1}{p}n$ bytes per rank, on average if halves differ. About 10
-# lines, 25 minutes.
+# Sum the one-dimensional x over all ranks, in place, by halving and doubling, for $p=1,2,4,8\dots$
+# The partners are `rank ^ 1`, `rank ^ 2`, `rank ^ 4` and so on. If the part has an odd length, its
+# halves differ in length; `tensor_split(2)` handles this. On 4 ranks, `[1, 1]`, `[10, 10]`,
+# `[100, 100]` and `[1000, 1000]` all become `[1111, 1111]`. MPI libraries use this algorithm for
+# large tensors. Budget: $2\log_2{p}$ messages and, on average, $2\frac{p-1}{p}n$ bytes per rank.
 #
 # <details><summary>Hint: which half do I keep?</summary>
 # Partners differ in bit $k$ of their rank. If <code>rank & 2**k</code> is not 0, keep the high
@@ -460,30 +524,47 @@ wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume
 # %% [markdown]
 # **In this model, where $p\ge4$ is a power of two, recursive doubling is the fastest of the three
 # for small tensors and halving-doubling for larger ones; halving-doubling beats the ring at every
-# size.** (At $p=2$ it equals the ring.) Why do libraries build rings?
+# size.** (At $p=2$ it equals the ring.)
 #
-# - **Shared links.** The model gives each pair of ranks a wire of its own. If 8 ranks are wired in
-#   a circle, messages to ranks 4 away pass over four wires each, all to the right. (The table's
-#   last column adds up the busiest wire of each step.) Patarasuk and Yuan (2009) design their ring
-#   so that no two messages share a link, on almost all clusters of that time.
+# Why, then, do libraries build rings? The model leaves out four properties of real machines:
+#
+# - **Shared links.** The model gives each pair of ranks a wire of its own. Suppose instead that 8
+#   ranks are wired in a circle. Then a message to the rank 4 away passes over four wires. If all
+#   messages go round to the right, each wire carries four of them at once. (The table's last column
+#   adds up the bytes on the busiest wire of each step.) A ring only uses neighbors. Patarasuk and
+#   Yuan (2009) design their ring so that no two messages share a link, on almost all clusters of
+#   that time.
 # - **Topology.** A ring can follow the machine: it enters and leaves each node once.
 # - **Pipelining.** The neighbors stay the same, so shards can travel in small pieces: a rank adds
 #   one piece while the next one arrives.
 # - **Any $p$.** If $p$ is not a power of two, a ring needs no extra rounds.
 #
-# NCCL runs several **rings** at once, over different links (Hu et al. 2025). Across nodes, it can
-# use **double binary trees**: each of two trees over the nodes sums half of the tensor; for an even
-# number of nodes, each is a leaf in one. Depth is logarithmic (Sanders, Speck and Träff 2009;
-# Jeaugey 2019). With **NVLS** (NVLink SHARP, from H100 on), the NVLink switch itself adds. NCCL
-# chooses among these by size and topology. `course_lib`'s `all_reduce` chooses doubling or ring by
-# size.
+# NCCL, the collectives library for NVIDIA GPUs, chooses among several algorithms by size and
+# topology:
+#
+# - **Rings:** several at once, over different links (Hu et al. 2025).
+# - **Double binary trees** across nodes: each of two trees over the nodes sums half of the tensor.
+#   A leaf of a tree only sends its own numbers up and receives the result. So with an even number
+#   of nodes, each node is a leaf in one tree and an inner node in the other, which balances the
+#   load. The depth is logarithmic (Sanders, Speck and Träff 2009; Jeaugey 2019).
+# - **NVLS** (NVLink SHARP, from H100 on): the NVLink switch itself adds.
+#
+# `course_lib`'s `all_reduce` chooses doubling or ring by size.
 #
 # ### Two levels of links
 #
-# A ring has the bandwidth of its slowest link. With two nodes of two ranks, one rank per node sends
-# to the other node. A **hierarchical** all-reduce has three parts: a reduce-scatter inside each
-# node; an all-reduce *across* nodes, in which each rank sends its summed part through a link of its
-# own; an all-gather inside each node. How many times as fast as the ring is it?
+# On a cluster, links inside a node are faster than links between nodes. In each step of a ring, a
+# rank needs the shard that arrived in the step before, so the whole ring runs at the speed of its
+# slowest link. On two nodes of two ranks, only one rank of each node sends to the other node, and
+# all others wait for it.
+#
+# A **hierarchical** all-reduce uses the slow links less:
+#
+# 1. A reduce-scatter inside each node: each rank gets a part of the node's sum.
+# 2. An all-reduce *across* nodes: each rank sends only its part, through a link of its own.
+# 3. An all-gather inside each node.
+#
+# How many times as fast as the ring is it?
 
 # %% tags=["predict"]
 inside = Link(name="fast wire", latency_s=1e-3, bytes_per_s=200e6)
@@ -503,6 +584,12 @@ claim("two levels are at least 1.8 times as fast at 4 MiB", flat_s > 1.8 * level
 show(*wires.two_levels(sizes, 4, two_nodes, times_s))
 
 # %% [markdown]
+# Count the steps that use a slow link. On 4 ranks, the ring has $2(p-1)=6$ steps, and in each of
+# them a shard of $n/4$ bytes crosses between the nodes. In the hierarchical all-reduce, each rank
+# all-reduces its half of the tensor with one partner on the other node. This takes two steps with
+# $n/4$ bytes each. So the slow links are used in 2 steps instead of 6, and the ratio is a little
+# less than 3, because the steps inside the nodes take time, too.
+#
 # The measured ring is faster than its formula. The formula takes one step after the other, but in
 # `course_lib` a rank can start its next slow message during the latency of the last one.
 #
@@ -511,9 +598,10 @@ show(*wires.two_levels(sizes, 4, two_nodes, times_s))
 #
 # ## 6 This machine
 #
-# Now two processes exchange tensors as in a ring, without emulation. From their times we fit
-# $\alpha$ and $\beta$ of your machine, and predict our ring. Its rival is gloo, PyTorch's backend
-# for CPUs. How large is $\alpha$?
+# So far, $\alpha$ and $\beta$ were given, or emulated. To apply the formulas to a real machine, we
+# have to measure them. Two processes on your machine exchange tensors as in a ring, without
+# emulation. We fit $\alpha$ and $\beta$ to the times, and then predict how long our ring takes. We
+# compare it with gloo, PyTorch's backend for CPUs. How large is $\alpha$?
 
 # %% tags=["predict"]
 guess_alpha = predict("alpha of this machine", unit="us")
@@ -543,15 +631,23 @@ predicted_s = [network.ring_all_reduce_s(n, 2, here) for n in sizes]
 show(*wires.ring_on_this_machine(sizes, times_s, predicted_s))
 
 # %% [markdown]
-# The prediction comes from the *fastest* exchanges, so it leaves out waiting for a core. It also
-# leaves out adding.
+# The prediction comes from the *fastest* exchange of each size, so it leaves out the time that a
+# process waits for a core. It also leaves out the time for adding, as the model does. So measured
+# times may lie above it.
+#
+# **Two numbers, fitted to messages between two ranks, predict roughly how long a collective takes
+# on the same links, if its ranks do not wait for other work.**
 #
 # ## 7 How fast is the wire?
 #
-# Benchmarks print a *bus bandwidth*: the bytes that a rank of a ring sends, divided by the time
-# $t$. ($n/t$ falls when $p$ grows, even on a perfect wire.) On 8 A100, Bekman (*Machine Learning
-# Engineering*, network) measured 128 ms for an all-reduce of 17.18 GB. How fast does each GPU send,
-# if NCCL uses a ring?
+# On a cluster, you will usually not fit $\alpha$ and $\beta$, but run a benchmark. How do you see
+# from its output whether the network is as fast as it should be? The obvious quotient $n/t$, bytes
+# divided by time, is misleading. A rank of a ring sends up to $2n$ bytes, so $n/t$ falls when $p$
+# grows, even on a perfect wire.
+#
+# Benchmarks therefore print a *bus bandwidth*: the bytes that a rank of a ring sends, divided by
+# the time $t$. On 8 A100, Bekman (*Machine Learning Engineering*, network) measured 128 ms for an
+# all-reduce of 17.18 GB. How fast does each GPU send, if NCCL uses a ring?
 
 # %% tags=["predict"]
 guess_speed = predict("rate at which each GPU sends, counted as in a ring", unit="GB/s")
@@ -566,20 +662,27 @@ show(*wires.published_by_size())
 show(*wires.published_by_nodes())
 
 # %% [markdown]
-# NCCL has several protocols (Hu et al. 2025), so one $\alpha$ and one $\beta$ describe it only
-# roughly. Bekman's 482 GB/s on 8 H200 are more than NVLink's 450 per direction (half the data
-# sheet's 900). Without NVLS, he measured 368. With NVLS, a GPU sends $\frac{p+1}{p}n$ bytes
-# (Jeaugey 2023, NCCL's GitHub issue 1083), but the bus bandwidth counts a ring's
-# $2\frac{p-1}{p}n$.
+# The first picture shows how the bus bandwidth grows with the size. NCCL has several protocols (Hu
+# et al. 2025), so one $\alpha$ and one $\beta$ describe it only roughly.
 #
-# Tazi et al. (2025, *The Ultra-Scale Playbook*, pipeline parallelism) explain the second picture by
-# the slower network between nodes. The bandwidth of one ring with equal links (the line) falls more
+# One point needs an explanation. On 8 H200, Bekman's bus bandwidth reaches 482 GB/s, but NVLink
+# carries only 450 GB/s per direction (half the data sheet's 900). How can a GPU send more than its
+# link carries? It does not. With NVLS the switch adds, and a GPU sends only $\frac{p+1}{p}n$ bytes
+# (Jeaugey 2023, NCCL's GitHub issue 1083). The bus bandwidth still counts the $2\frac{p-1}{p}n$ of
+# a ring. Without NVLS, Bekman measured 368 GB/s.
+#
+# In the second picture, the bandwidth falls with the number of nodes. Tazi et al. (2025, *The
+# Ultra-Scale Playbook*, pipeline parallelism) explain this by the slower network between nodes. One
+# ring with equal links (the line) also loses bandwidth, because its latencies add up, but more
 # evenly.
 #
 # **Bus bandwidth = the bytes that each rank of a ring would send, divided by the time. Compare it
-# with a link's bandwidth in one direction.**
+# with a link's bandwidth in one direction, if the algorithm is a ring.**
 #
 # ## 8 The whole family
+#
+# We have built broadcast, reduce, reduce-scatter, all-gather and all-reduce. A few more collectives
+# complete the list. The fourth column gives the bytes that a rank sends.
 #
 # | call | before | after | sent by a rank | backward |
 # |---|---|---|---|---|
@@ -593,16 +696,28 @@ show(*wires.published_by_nodes())
 # | `all_to_all` | $r$: one for each | $r$: one from each | $\frac{p-1}{p}n$ | `all_to_all` |
 # | `barrier` | | no rank returns before all have called it | about 0 | |
 #
-# In the backward pass, the call in the last column computes the gradients, if the loss is the **sum
-# of the losses of all ranks**. Take `all_reduce`: a rank's x is a term of the sum on every rank, so
-# its gradient is the sum of all ranks' gradients. If instead all ranks compute *the same* loss and
-# it counts once, the backward of `all_reduce` is the identity. Lesson 07 shows both cases.
+# The last column matters when a collective is part of a model, as in tensor parallelism. It names
+# the call that computes the gradients in the backward pass, if the loss is the **sum of the losses
+# of all ranks**. The rule is the one of any autograd graph: where forward copies a tensor, backward
+# sums the gradients of the copies; where forward sums tensors, backward copies the gradient to
+# every term.
+#
+# `all_reduce` does both. It sums, and it gives a copy of the sum to every rank. So a rank's x
+# influences the losses of all ranks, and its gradient is the sum of all ranks' gradients: another
+# all-reduce. If instead all ranks compute *the same* loss and it counts once, the backward of
+# `all_reduce` is the identity. Lesson 07 shows both cases.
+#
+# **In the backward pass, a collective that copies becomes one that sums, and the reverse. Say first
+# whether the ranks' losses are added.**
 #
 # ### Exercise 6 (further): all-to-all
+# *Difficulty 3 of 5, importance 4 of 5, about 15 minutes and 4 lines.*
 #
-# Shard $s$ of rank $r$ goes to rank $s$, which stores it in place $r$. Mixture-of-experts models
-# route tokens this way. x has one or two dimensions. Budget: $p-1$ messages per rank, each of one
-# shard, in $p-1$ rounds. About 4 lines, 15 minutes.
+# Shard $s$ of rank $r$ goes to rank $s$, which stores it in place $r$. For two ranks with `[1, 2]`
+# and `[10, 20]`, rank 0 returns `[1, 10]` and rank 1 returns `[2, 20]`. Mixture-of-experts models
+# send tokens to their experts this way. Shards are cut along the first dimension of x. In every
+# step, each rank should send to one rank and receive from one. Budget: $p-1$ messages per rank,
+# each of one shard, in $p-1$ rounds.
 #
 # <details><summary>Hint: who sends to whom, and when?</summary>
 # In step 1, send to your right neighbor and receive from your left one; in step 2, use the ranks 2
@@ -632,9 +747,11 @@ check("collectives-6", all_to_all)
 # %% [markdown]
 # ## 9 The wrong order
 #
-# All ranks have to make the same calls in the same order. If kinds or shapes differ, the course's
-# ranks raise an error. Here kinds and shapes are equal, but rank 0 sums the loss first, and the
-# others the gradient. Will there be an error?
+# In section 2, a wrong order of messages made the ranks hang. At least you notice that. Collectives
+# have the same rule, that all ranks make the same calls in the same order, but here a mistake can
+# be silent. If the kinds or the shapes of two calls differ, the course's ranks raise an error. In
+# the next cell, kinds and shapes are equal, but rank 0 sums the loss first, and the other ranks sum
+# the gradient first. Will there be an error?
 
 # %% tags=["predict"]
 guess_order = predict("same shapes in another order: will there be an error?", choices=YES_NO)
@@ -658,8 +775,13 @@ for rank, line in enumerate(ranks.run(other_order)):
 reveal(guess_order, "no")
 
 # %% [markdown]
-# There is no error: rank 0's loss was added to the others' gradients. Only the course's ranks print
-# `swapped`; elsewhere, compare with a run on one rank.
+# There is no error. Each rank's first call is combined with the first calls of the others, so rank
+# 0's loss was added to the others' gradients, and its gradient to their losses. The course's ranks
+# print `swapped`; other backends print nothing. What finds such a mistake everywhere is a
+# comparison with a run on one rank.
+#
+# **All ranks of a group have to make the same collective calls in the same order. A library can
+# detect only some violations.**
 #
 # ## What to keep
 #
@@ -670,9 +792,10 @@ reveal(guess_order, "no")
 #
 # ## The same on a cluster
 #
-# `cluster/exercises/04_collectives.py` repeats section 6 on any number of nodes: messages to the
-# last rank and back give $\alpha$ and $\beta$; then it times collectives. Which of $\alpha$ and
-# $\beta$ changes on two nodes? Predict, then type into a terminal, in the course's folder:
+# `cluster/exercises/04_collectives.py` repeats section 6 on any number of nodes. Messages to the
+# last rank and back give $\alpha$ and $\beta$; then the program times collectives. Which of
+# $\alpha$ and $\beta$ changes on two nodes? Predict, then type into a terminal, in the course's
+# folder:
 #
 # ```sh
 # course submit 04 --nodes 2       # to your site's Slurm, else on this machine
