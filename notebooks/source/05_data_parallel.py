@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 05 Data parallelism: same model, different data
 #
-# In data parallelism, every device has a copy of the model and a part of the batch. The code fits
-# in five lines, but many mistakes in them go unnoticed, because the loss still falls. **How do the
-# copies stay equal, which ranks wait for which, and what do we gain if they wait less?**
+# In data parallelism, every device has a copy of the model and computes on its own part of the
+# batch. The code fits in five lines, but many mistakes in these lines go unnoticed, because the
+# loss still falls. **How do the copies stay equal, which ranks wait for which, and what do we gain
+# if they wait less?**
 #
 # *After this lesson you can*
 #
@@ -13,14 +14,14 @@
 # - communicate less with local SGD and DiLoCo, and write DiLoCo's outer step.
 #
 # **Prerequisites:** lessons 02 and 04. **Time:** about 80 minutes to read and run, 75 for the
-# exercises.
+# exercises. Section 4 ends with a break.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $p$ | `p` | number of ranks (replicas) |
 # | $n$ | `num_bytes` | bytes of all gradients |
 # | $b_r$ | `num_items` | items in the batch of rank $r$ |
-# | $w$ | | number of ranks that compute for a parameter server |
+# | $w$ | | number of workers: ranks that compute for a parameter server |
 # | $t_r$ | `step_s` | seconds that rank $r$ takes for a step |
 # | $s$ | `staleness` | updates made between a worker's pull and its push |
 # | $H$ | `every` | local steps between two all-reduces |
@@ -48,8 +49,10 @@ pools = {p: Ranks(p) for p in (1, 2, 3)} | {4: ranks}
 # %% [markdown]
 # ## 1 One process, many threads
 #
-# PyTorch's `DataParallel` needs a single process: a *master* copies its weights to every replica,
-# splits the batch, and starts a thread for each part. The alternative is one *process* per replica.
+# One Python process can use several GPUs. PyTorch's old `DataParallel` works this way: in each
+# step, a *master* copies its weights to every replica, splits the batch, and starts one thread per
+# part. The alternative is one *process* per replica. Does the choice matter for speed?
+#
 # Two replicas run a loop in pure Python at the same time. How long does this take, as a multiple of
 # one replica alone, in two threads and in two processes?
 
@@ -91,21 +94,30 @@ claim("processes run Python at once", two["Python, processes"] < 1.5 or lab.num_
 show(*pictures.at_once(times, list(pools), lab.num_cores()))
 
 # %% [markdown]
-# The gradient is right: a copy by `clone` is a differentiable operation, and autograd sums the
-# gradients of all copies. Matrix products *do* run at the same time in threads, because PyTorch
-# releases the interpreter's lock while it computes. But standard CPython executes Python in one
-# thread at a time (builds without this lock exist since 3.13), and a GPU idles if the interpreter
-# launches kernels too slowly. Every step also copies the weights to all replicas and gathers the
-# outputs on the master. PyTorch's documentation of `DataParallel` recommends
-# `DistributedDataParallel` even within one node.
+# The gradient is right, because a copy by `clone` is a differentiable operation: in the backward
+# pass, autograd sums the gradients of all copies in the master's weight. So correctness is not the
+# problem. Speed is, for two reasons:
+#
+# - **One interpreter.** Standard CPython executes Python in one thread at a time (builds without
+#   this lock exist since 3.13). Matrix products *do* run at the same time in threads, because
+#   PyTorch releases the interpreter's lock while it computes. But Python code launches every
+#   kernel, and a GPU idles if the interpreter launches kernels too slowly.
+# - **One master.** In every step, the weights are copied to all replicas, and the outputs are
+#   gathered on the master.
+#
+# PyTorch's documentation of `DataParallel` recommends `DistributedDataParallel` even within one
+# node.
 #
 # **Use one process per device, each with its own interpreter. Such a process is a rank.**
 #
 # ## 2 Five steps
 #
-# Four ranks train a model with one weight, and only rank 0 has the initial weight, 0.1. The ranks
-# compute gradients from their own data: 0.8, -0.2, -0.7, 0.4. All take the mean gradient, and step
-# with a learning rate of 1. What is the weight afterwards?
+# Separate processes share no memory, so no master can copy the weights in each step. How do the
+# replicas get equal weights then? They only have to *start* equal and *step* equally.
+#
+# Four ranks train a model with one weight, and at first only rank 0 has its initial value, 0.1.
+# Each rank computes a gradient from its own data: 0.8, -0.2, -0.7 and 0.4. All ranks compute the
+# mean of these gradients, and take a step with a learning rate of 1. What is the weight afterwards?
 
 # %% tags=["predict"]
 guess_weight = predict("the weight on every rank")
@@ -128,15 +140,19 @@ print("weights on the four ranks:", *(f"{weight:.3f}" for weight in weights))
 reveal(guess_weight, round(weights[0], 6))
 
 # %% [markdown]
-# No rank sends weights after the broadcast: equal weights, gradients and optimizer states give
-# equal weights.
+# After the broadcast, no rank sends weights any more. They stay equal, because an optimizer step is
+# a function of weights, gradient and optimizer state. If all three are equal on all ranks, so are
+# the new weights. Why the mean, not the sum? The loss is a mean over items, and the mean of the
+# gradients of $p$ equal parts is the gradient of the mean loss of the whole batch.
 #
-# ### Exercise 1: an equal start (core, 10 minutes)
+# ### Exercise 1 (core): an equal start
+# *Difficulty 1 of 5, importance 4 of 5, about 10 minutes and 3 lines.*
 #
-# A module has more than weights: it has buffers (batch norm's statistics; `state_dict()` may omit
-# some) and frozen parameters, which stay frozen. Give every rank the values of rank 0, **in
-# place**: keep the same tensors in the same memory. Budget: one `broadcast` per tensor, and no
-# other call. About 3 lines.
+# Give every rank the values of rank 0: if rank 0's weight is 0.1, it becomes 0.1 on all ranks. A
+# module has more than trained weights: it has frozen parameters, and buffers such as batch norm's
+# statistics (`state_dict()` may omit some). Copy **in place**, into the same tensors, because an
+# optimizer may hold them already; frozen parameters stay frozen. DDP begins this way. Budget: one
+# `broadcast` per parameter or buffer, and no other call.
 #
 # <details><summary>Hint: the check says that autograd records it</summary>
 # Broadcast <code>tensor.data</code> (or <code>tensor.detach()</code>): the same memory, outside of
@@ -157,11 +173,13 @@ def make_equal(module):
 check("data_parallel-1", make_equal)
 
 # %% [markdown]
-# ### Exercise 2: the mean gradient (core, 10 minutes)
+# ### Exercise 2 (core): the mean gradient
+# *Difficulty 1 of 5, importance 5 of 5, about 10 minutes and 4 lines.*
 #
-# After `backward`, replace each `param.grad` by its mean over all ranks. Budget: one `all_reduce`
-# per trained parameter, and no other call. Each gradient stays a tensor of its own, not a view into
-# a larger one. About 4 lines.
+# After `backward`, replace each `param.grad` by its mean over all ranks. Gradients 0.8, -0.2, -0.7
+# and 0.4 on four ranks become 0.075 on all. This is the whole communication of data parallelism;
+# lesson 06 makes it faster. Some parameters have no gradient on any rank. Budget: one `all_reduce`
+# per gradient, and no other call.
 #
 # <details><summary>Hint: None has no all_reduce</summary>
 # A frozen parameter, or one that no rank uses, has no gradient: skip it.
@@ -187,10 +205,14 @@ check("data_parallel-2", average_gradients)
 #
 # ## 3 The law: the results of one process
 #
-# The law: after any step, $p$ ranks have the weights that one process has with the whole batch, up
-# to rounding. We test it with a GPT, three steps, and batches of 8, split into $p$ equal parts.
-# Every rank draws its initial weights from its own seed. `NaiveDDP` makes the five steps on 4 ranks
-# and on 1; PyTorch's DDP runs on 4. (A `fingerprint` is a short number computed from all weights.)
+# How do you know that these steps are right? The loss alone will not tell you. But there is a law
+# that you can test: after any step, $p$ ranks have the weights that one process has after training
+# on the whole batch, up to rounding.
+#
+# We test it with a GPT, three steps, and batches of 8 sequences, split into $p$ equal parts. Every
+# rank draws its initial weights from a seed of its own, so the broadcast is tested, too. `NaiveDDP`
+# makes the five steps on 4 ranks and on 1; PyTorch's DDP runs on 4. (A `fingerprint` is a short
+# number computed from all weights.)
 
 # %%
 tiny = ModelSpec(hidden=32, num_layers=1, num_heads=2, ffn_hidden=64, vocab=32, max_seq=16)
@@ -223,12 +245,15 @@ for wrap in (NaiveDDP, nn.parallel.DistributedDataParallel):
     print(f"    {len(calls)} calls in 3 steps, {sum(e.num_bytes for e in calls)} bytes")
 
 # %% [markdown]
-# PyTorch sends the same bytes in fewer messages, because it puts gradients into *buckets* (lesson
-# 06). Batch norm and dropout break the law: each rank computes statistics of its own part, and
-# draws its own masks.
+# Both implementations obey the law. PyTorch sends the same bytes in fewer messages, because it puts
+# several gradients into one *bucket* (lesson 06).
 #
-# **Break it.** Without the broadcast, every rank keeps its own initial weights, but the gradients
-# are averaged in each step. Does the loss still fall?
+# The law has limits. It holds if the loss of a batch is the mean of the losses of its items,
+# computed independently. Batch norm violates this: each rank computes statistics of its own part
+# only. Dropout violates it, too, because each rank draws masks of its own.
+#
+# **Break it.** Suppose that somebody forgets the broadcast. Every rank keeps its own initial
+# weights, but the gradients are averaged in each step. Does the loss still fall?
 
 # %% tags=["predict"]
 guess_falls = predict("does the loss fall without the broadcast?", choices=YES_NO)
@@ -251,28 +276,35 @@ for step in (1, 20, 40):
 reveal(guess_falls, "yes" if by_rank[0][-1][0] < by_rank[0][0][0] else "no")
 
 # %% [markdown]
-# The table shows loss and fingerprint of each rank. These are four different models, and each steps
-# with the mean of all four gradients. By step 40, all losses have fallen. **Equal fingerprints are
-# the test; a falling loss is not.**
+# The table shows loss and fingerprint of each rank. The fingerprints differ: these are four
+# different models, and each steps with the mean of the gradients of all four. Nevertheless, all
+# losses have fallen by step 40. One likely reason is that a quarter of the mean gradient is the
+# model's own gradient.
+#
+# **To test replicas, compare their fingerprints. A falling loss does not show that they are
+# equal.**
 #
 # ## 4 Every rank reads something else
 #
-# Four ranks read ten items, one item per rank and step. If a rank makes fewer steps than the
-# others, their last all-reduce never completes. If no item is left out, how many are read twice in
-# an epoch?
+# Equal replicas are of little use if they all compute on the same items. So the data have to be
+# divided. Four ranks read ten items, one item per rank and step. But 10 is not divisible by 4. If
+# some ranks made fewer steps than the others, the others would wait in an all-reduce that never
+# completes. So every rank needs equally many items. If no item is left out, how many are read twice
+# in an epoch?
 
 # %% tags=["predict"]
 guess_twice = predict("items read twice, 10 items on 4 ranks")
 ### GUESS guess_twice.commit(0)
 
 # %% [markdown]
-# ### Exercise 3: the sampler (core, 15 minutes)
+# ### Exercise 3 (core): the sampler
+# *Difficulty 2 of 5, importance 4 of 5, about 15 minutes and 3 lines.*
 #
-# Shuffle all items in an order that depends on the epoch and **not** on the rank. Then give each
-# rank equally many items, in turn or in blocks. If items are missing at the end, repeat the order
-# from its beginning, as often as necessary. `torch.randperm(n, generator=...)` shuffles; seed the
-# generator, and do not change the global random state. Equal arguments give
-# the same items in every process, in a new list. About 3 lines.
+# Return the items (numbers below `n`) that a rank reads. Shuffle all items in an order that depends
+# on the epoch, **not** on the rank. Give every rank equally many, in turn or in blocks; if items
+# are missing at the end, repeat the order from its beginning. If the order of 5 items is 3 0 4 1 2,
+# rank 0 of 2 reads 3 4 2 and rank 1 reads 0 1 3. `torch.randperm(n, generator=...)` shuffles. Seed
+# the generator; leave the global random state unchanged.
 #
 # <details><summary>Hint: some items are never read</summary>
 # If each rank shuffles in its own way, the ranks do not share one order.
@@ -309,8 +341,9 @@ forgotten = RankSampler(10, 0, 4)
 print("rank 0 without set_epoch: epochs", *(list(forgotten) for epoch in range(3)))
 
 # %% [markdown]
-# Without `set_epoch`, each epoch repeats the order of the first, and each rank reads the same items
-# in every epoch. There is no error.
+# The last line shows a common mistake. A sampler does not know when an epoch begins, unless the
+# training loop calls `set_epoch`. Without this call, each epoch repeats the order of the first, and
+# each rank reads the same items in every epoch. There is no error.
 #
 # **Use one order for all ranks, a new one in each epoch, and equally many steps on every rank.**
 #
@@ -318,7 +351,11 @@ print("rank 0 without set_epoch: epochs", *(list(forgotten) for epoch in range(3
 #
 # ## 5 The last batch is uneven
 #
-# Four ranks have batches of 3, 3, 3 and 1 items. Each rank takes the mean loss of its own items,
+# The sampler repeats items to make all batches equal. For an evaluation, or with sequences of
+# different lengths, we may not want this: each item should count exactly once. Then some batches
+# are smaller.
+#
+# Four ranks have batches of 3, 3, 3 and 1 items. Each rank computes the mean loss of its own items,
 # and we take the mean over ranks. What weight does the last rank's item get, as a multiple of the
 # others'?
 
@@ -327,15 +364,21 @@ guess_counts = predict("weight of the single item, as a multiple of the others'"
 ### GUESS guess_counts.commit(2)
 
 # %% [markdown]
-# The mean over ranks gives each rank the weight $\frac1p$, but the right weight is
-# $\frac{b_r}{\sum_k b_k}$. So scale the loss before `backward`.
+# In a rank's mean, each of its $b_r$ items has the weight $\frac{1}{b_r}$. The mean over ranks
+# multiplies this by $\frac1p$, so an item of rank $r$ has the weight $\frac{1}{p\,b_r}$: the
+# smaller the batch, the larger the weight. In the mean over all items, each should have the weight
+# $\frac{1}{\sum_k b_k}$. The ratio of the right weight to the wrong one is
+# $\frac{p\,b_r}{\sum_k b_k}$. If each rank multiplies its loss by this factor before `backward`,
+# its gradients are scaled by the same factor, and the mean over ranks is right.
 #
-# ### Exercise 4: the weight (core, 15 minutes)
+# ### Exercise 4 (core): the weight
+# *Difficulty 3 of 5, importance 4 of 5, about 15 minutes and 4 lines.*
 #
-# Scale a rank's mean loss so that the *mean over ranks* is the mean over all items. A rank without
-# items has the loss `nan`: return 0, as a tensor that keeps its graph. (Perhaps no rank has items.)
-# A `nan` from real items stays `nan`. Do not change `loss` itself, and do not call `backward`.
-# Budget: one `all_reduce` of one number (8 bytes), and no other call. About 4 lines.
+# Scale a rank's mean loss so that the *mean over ranks* is the mean over all items. With 3 items on
+# one rank and 1 on the other, the losses are multiplied by 1.5 and 0.5. A rank without items has
+# the loss `nan`: return 0, as a tensor that keeps its graph, so that this rank can still call
+# `backward`. A `nan` that comes from real items has to stay visible. You need this for token losses
+# with padding. Budget: one `all_reduce` of one number (8 bytes).
 #
 # <details><summary>Hint: nan times 0 is nan</summary>
 # <code>loss.nan_to_num()</code> is finite, and 0 times it is a zero that keeps the graph. Use it
@@ -381,15 +424,23 @@ reveal(guess_counts, (1 / 1) / (1 / 3))
 #
 # ## 6 The slowest rank sets the pace
 #
-# If all ranks wait for each other at the end of each step, training is *bulk-synchronous parallel*
-# (BSP; Valiant 1990). Three workers take 20 ms each for a step; then one of them becomes a
-# *straggler*, 8 times as slow. How long does a round (one step of each worker) take?
+# Now the results are right. What about the time? An all-reduce completes only when every rank has
+# called it, so all ranks wait for the slowest one in every step. Training of this kind is called
+# *bulk-synchronous parallel* (BSP; Valiant 1990). Three workers take 20 ms each for a step. Then
+# one of them becomes a *straggler*, 8 times as slow. How long does a round (one step of each
+# worker) take?
 #
-# In asynchronous training, rank 0 is a **parameter server** (Li et al. 2014). It holds the weights.
-# A worker pulls them, computes, and pushes its gradient, which the server applies at once. No
-# worker waits for another. But between a worker's pull and its push, others may have updated the
-# weights; the number of these updates is the gradient's **staleness** $s$. If 3 workers are equally
-# fast, what is the mean staleness?
+# In **asynchronous** training, no worker waits for another. Rank 0 is a **parameter server** (Li et
+# al. 2014) and holds the weights. Each of the $w$ other ranks is a worker that repeats three
+# actions:
+#
+# 1. It *pulls* the current weights from the server.
+# 2. It computes a gradient with them.
+# 3. It *pushes* this gradient to the server, which applies it at once.
+#
+# Between a worker's pull and its push, other workers may have updated the weights. Then its
+# gradient was computed with old weights. The number of these updates is the gradient's
+# **staleness** $s$. If 3 workers are equally fast, what is the mean staleness?
 
 # %% tags=["predict"]
 guess_round = predict("a round of three workers, one of them 8 times as slow", unit="ms")
@@ -423,11 +474,14 @@ for name, method, count in (("BSP", "synchronous", 2), ("asynchronous", "asynchr
 show(*pictures.rounds(runs))
 
 # %% [markdown]
-# ### Exercise 5: how stale? (further, 10 minutes)
+# ### Exercise 5 (further): how stale?
+# *Difficulty 2 of 5, importance 3 of 5, about 10 minutes and 5 lines.*
 #
-# `order` names the worker of every update, such as `[1, 2, 1, 1, 2]`; there may be more workers.
-# All pull before the first update, and each pulls again right after its own update. Do not change
-# the list. About 5 lines.
+# Return the staleness of every update. `order` names the worker of each update, from first to last.
+# All workers pull before the first update, and each pulls again right after its own. For
+# `[1, 2, 1, 1, 2]` the answer is `[0, 1, 1, 0, 2]`: worker 2 pushes last, and worker 1 has made two
+# updates since worker 2 pulled. From such a log, you see in a real system how old its gradients
+# are.
 #
 # <details><summary>Hint: everything is one too large</summary>
 # When a worker pulls, its own update is already in the weights. Count only those after it.
@@ -445,11 +499,16 @@ def staleness_of(order):
 check("data_parallel-5", staleness_of)
 
 # %% [markdown]
-# A round takes $\max_r t_r$. In asynchronous training, worker $k$ makes $1/t_k$ updates per second,
-# so $\sum_{k \ne r} t_r / t_k$ updates of the others fall into one step of worker $r$. This is its
-# mean staleness. The simulation computes the order of updates; the real server counts them. Formula
-# and simulation use one measured number, $t$ without stragglers. (The straggler *sleeps* longer,
-# but computes as fast as the others.)
+# We can predict both times and staleness from the workers' step times $t_r$.
+#
+# - *BSP:* a round ends with its slowest worker, so it takes $\max_r t_r$.
+# - *Asynchronous:* worker $k$ makes $1/t_k$ updates per second. During one step of worker $r$,
+#   which takes $t_r$ seconds, worker $k$ makes $t_r/t_k$ updates. The sum over the others,
+#   $\sum_{k \ne r} t_r / t_k$, is the mean staleness of worker $r$.
+#
+# The pictures compare these formulas with a simulation, which computes the order of the updates,
+# and with the real server, which counts them. Formula and simulation use one measured number, $t$
+# without stragglers. (The straggler *sleeps* longer, but computes as fast as the others.)
 
 # %% tags=["picture", "measured"]
 slowdowns = [1, 2, 4, 8]
@@ -467,14 +526,16 @@ reveal(guess_stale, mean(u.staleness for u in frees[0]))
 show(*pictures.staleness(slowdowns, free_s[0], frees))
 
 # %% [markdown]
-# Over *all* updates, the mean staleness is $w - 1$, whatever the speeds: at each update, the
-# $w - 1$ other workers are computing one gradient each, and the update makes each of these older by
-# one. (A run that ends has a lower mean, because unfinished gradients are not counted.)
+# The straggler's gradients are very stale, and the others' are fresher than before. Over *all*
+# updates, the mean staleness is $w - 1$, whatever the speeds. The reason is a count. At each
+# update, each of the $w - 1$ other workers is computing one gradient, and the update makes each of
+# these older by one. So each update adds $w-1$ to the sum of all stalenesses. (A run that ends has
+# a lower mean, because unfinished gradients are not counted.)
 #
 # Does staleness hurt? We train the GPT of section 3. Each worker has its own data, rank 3 is a
 # straggler, and both runs have learning rate 0.3. A BSP update uses the mean of three fresh
-# gradients, an asynchronous update one gradient, mostly a stale one. Which run has the lower loss
-# after 40 updates, and which after two seconds?
+# gradients. An asynchronous update uses one gradient, mostly a stale one. Which run has the lower
+# loss after 40 updates, and which after two seconds?
 
 # %% tags=["predict"]
 sides = ("BSP", "asynchronous")
@@ -500,12 +561,16 @@ claim("with this straggler, asynchronous training learns more per second", last[
 show(*pictures.losses_by_time(bsp, free, times_s))
 
 # %% [markdown]
-# This is a small model, with one straggler that sleeps 8 times as long. On equally fast machines,
-# BSP loses little time, has no stale gradients, and its updates do not depend on the ranks' speeds.
-# Llama 3 was trained synchronously, on up to 16,384 GPUs (Grattafiori et al. 2024, section 3.3).
+# Both answers belong together: an asynchronous update is worth less, but here there are many more
+# of them per second. This is a small model, with one straggler that sleeps 8 times as long. On
+# equally fast machines, BSP loses little time, has no stale gradients, and its updates do not
+# depend on the ranks' speeds. Llama 3 was trained synchronously, on up to 16,384 GPUs (Grattafiori
+# et al. 2024, section 3.3).
 #
 # A server has another cost: all gradients enter through *its* link, and all weights leave through
-# it. How many bytes does the busiest rank send in a step?
+# it. In each step, the server sends its weights to each of the $p-1$ workers: $(p-1)\,n$ bytes,
+# since weights and gradients have equally many. A rank of a ring all-reduce sends $2\frac{p-1}{p}n$
+# bytes (lesson 04), which is less than $2n$ for any $p$. The next cell counts the bytes of both.
 
 # %% tags=["picture"]
 from course_lib.collectives import ring_all_reduce
@@ -522,11 +587,15 @@ server = [sent_by_rank_0(p, serve, "synchronous", 1) for p in p_values]
 show(*pictures.busiest_link(p_values, ring, server))
 
 # %% [markdown]
-# (Li et al. 2014 share this load among several servers.)
+# A real parameter server divides the weights among several server ranks, so that they share this
+# load (Li et al. 2014).
 #
 # **BSP waits for the slowest rank. Asynchronous training does not, but its gradients are stale.**
 #
 # ## 7 On real GPUs
+#
+# Now suppose that training is synchronous and all GPUs are equally fast. Then there is no
+# straggler, but the all-reduce itself takes time. How much does it cost on hundreds of GPUs?
 #
 # Tazi et al. (2025, *The Ultra-Scale Playbook*) trained a model of 1.3 billion parameters by data
 # parallelism on 8 to 256 H100. On 256 GPUs, how many tokens/s does one GPU process, in percent of
@@ -542,43 +611,59 @@ reveal(guess_kept, kept[-1])
 show(*pictures.scaling_on_gpus())
 
 # %% [markdown]
-# All runs have 256 sequences per step: 32 per GPU on 8 GPUs, one on 256. So with more GPUs, each
-# computes less per step, but all-reduces equally large gradients. Between nodes, they cross the
-# network, and the bandwidth of an all-reduce falls much further than the tokens/s per GPU. (With
-# micro-batches of one, as in the other runs, 8 GPUs are 2 % slower, and 128 GPUs 7 %.)
+# All runs have the same global batch of 256 sequences per step: 32 per GPU on 8 GPUs, one per GPU
+# on 256. So with more GPUs, each computes less per step. But the gradients are as large as before,
+# so the all-reduce does not get shorter in the same way. Worse, it now crosses the network between
+# nodes. Its bandwidth falls much further than the tokens/s per GPU, because the all-reduce is only
+# a part of a step and can overlap with backward. (With micro-batches of one, as in the other runs,
+# 8 GPUs are 2 % slower, and 128 GPUs 7 %.)
 #
 # **With overlap (lesson 06), data parallelism scales well as long as backward takes longer than the
 # all-reduce of the gradients.**
 #
 # ## 8 Communicate every H steps
 #
+# What if the network is so slow that even an overlapped all-reduce takes too long, for example
+# between data centers? Then one can communicate less often.
+#
 # In *local SGD* (Stich 2019), every rank steps alone, and after every $H$ steps all ranks take the
 # mean of their *weights* (`LocalSGD.step_done()`, after `optimizer.step()` in `train`). With
-# $H = 1$ and plain SGD, this is data parallelism: the mean of the stepped weights is one step with
-# the mean gradient. Local SGD sends $\frac1H$ of the bytes, and between two means the replicas
-# drift apart.
+# $H = 1$ and plain SGD, this is data parallelism. To see this, let $g_r$ be rank $r$'s gradient and
+# $\gamma$ the learning rate. All ranks start from the same $\theta$, and the mean of the stepped
+# weights is $\frac1p\sum_r(\theta-\gamma g_r)=\theta-\gamma\,\frac1p\sum_r g_r$: one step with the
+# mean gradient. With a larger $H$, local SGD sends $\frac1H$ of the bytes, but between two means
+# the replicas drift apart.
 #
-# *DiLoCo* (Douillard et al. 2023, algorithm 1) adds an optimizer, but sends no more bytes. In a
-# round of $H$ inner steps, rank $r$ goes from common weights $\theta$ to $\theta_r$. The mean of
-# these changes, with the opposite sign, is the **outer gradient**
-# $\Delta = \theta - \frac1p \sum_r \theta_r$. The **outer optimizer** steps with it: SGD with
-# learning rate $\eta$ and Nesterov momentum $\mu$: $v \leftarrow \mu v + \Delta$, then
-# $\theta \leftarrow \theta - \eta (\Delta + \mu v)$. With $\mu = 0$ and $\eta = 1$, the new
-# $\theta$ is the mean of the $\theta_r$: local SGD. The momentum adds up the directions of earlier
-# rounds. The paper's inner optimizer is AdamW, and $H = 500$.
+# *DiLoCo* (Douillard et al. 2023, algorithm 1) adds a second optimizer, but sends no more bytes. It
+# regards a whole round of $H$ inner steps as if it were one step:
+#
+# 1. All ranks begin the round with common weights $\theta$. After $H$ steps with its inner
+#    optimizer, rank $r$ has arrived at $\theta_r$.
+# 2. An optimizer subtracts its gradient, so a step *back* from $\theta_r$ to $\theta$ plays the
+#    role of a gradient. The mean over the ranks is the **outer gradient**
+#    $\Delta = \theta - \frac1p \sum_r \theta_r$.
+# 3. The **outer optimizer** steps from $\theta$ with this gradient. It is SGD with learning rate
+#    $\eta$ and Nesterov momentum $\mu$: $v \leftarrow \mu v + \Delta$, then
+#    $\theta \leftarrow \theta - \eta (\Delta + \mu v)$. All ranks begin the next round there.
+#
+# With $\mu = 0$ and $\eta = 1$, the new $\theta$ is $\theta-\Delta=\frac1p\sum_r\theta_r$: local
+# SGD. With $\mu > 0$, the momentum adds up the directions of earlier rounds, so directions that
+# repeat are followed further. The paper's inner optimizer is AdamW, and $H = 500$. Which method
+# reaches the lower loss in our test?
 
 # %% tags=["predict"]
 guess_loss = predict("the lowest loss after 64 steps, H = 16", choices=("local SGD", "DiLoCo"))
 ### GUESS guess_loss.commit("local SGD")
 
 # %% [markdown]
-# ### Exercise 6: the outer step (further, 15 minutes)
+# ### Exercise 6 (further): the outer step
+# *Difficulty 3 of 5, importance 3 of 5, about 15 minutes and 7 lines.*
 #
 # `starts` are the parameters at the beginning of the round, equal on all ranks; `params` are this
-# rank's parameters at its end; `outer` is an optimizer of `starts`. Put the outer gradient in
-# `start.grad`, let `outer` step, and copy the new `starts` into `params`. Step and copy in place,
-# under `torch.no_grad()`: `params` belong to a model in training. Do not change `param.grad`; `nan`
-# stays `nan`. Budget: one `all_reduce` per tensor, in its dtype, and no other call. About 7 lines.
+# rank's parameters at its end; `outer` is an optimizer of `starts`. Put the outer gradient in each
+# `start.grad`, let `outer` step, and copy the new `starts` into `params`, in place, under
+# `torch.no_grad()`. Example: a start of 5 and params of 3 and 1 on two ranks give the gradient 3.
+# With plain SGD and learning rate 1, all continue from 2. Budget: one `all_reduce` per tensor.
 #
 # <details><summary>Hint: the loss rises</summary>
 # An optimizer subtracts <code>grad</code>. Which difference points back to the start?
@@ -624,11 +709,14 @@ claim("at H = 16, DiLoCo reaches a lower loss", losses["DiLoCo"][-1] < losses["l
 show(*pictures.local_sgd(periods, losses))
 
 # %% [markdown]
-# Here local SGD's loss grows with $H$, and DiLoCo at $H = 16$ comes close to data parallelism
-# (local SGD at $H = 1$). But our inner optimizer is plain SGD, so part of the gain may be
-# momentum itself: Kallusky et al. (2025) find gains even with a single worker. And 64 steps of a
-# tiny model show nothing about a large one. Douillard et al. report for the data set C4 that 8
-# workers do as well as synchronous training and communicate 500 times less (abstract).
+# Here local SGD's loss grows with $H$, because the replicas drift further apart between two means.
+# DiLoCo at $H = 16$ comes close to data parallelism (local SGD at $H = 1$).
+#
+# Two reasons for caution: our inner optimizer is plain SGD, so part of the gain may be momentum
+# itself. Kallusky et al. (2025) find gains even with a single worker, where nothing drifts apart.
+# And 64 steps of a tiny model show nothing about a large one. Douillard et al. report for the data
+# set C4 that 8 workers do as well as synchronous training and communicate 500 times less
+# (abstract).
 #
 # **If ranks all-reduce only every $H$ steps, they send $\frac1H$ of the bytes, but the training
 # changes.**
