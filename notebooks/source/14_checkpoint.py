@@ -1,17 +1,22 @@
 # %% [markdown]
 # # 14 Checkpoint: survive
 #
-# A job on up to 16,384 GPUs was interrupted every three hours on average (section 8). To continue,
-# such a job needs its saved state: a **checkpoint**. **How do many ranks save one state, completely
-# or not at all? What belongs to it? How often should they save it?**
+# The job that trained Llama 3 405B on up to 16,384 GPUs was interrupted every three hours on
+# average (section 8). To continue after an interruption, a job needs its saved state: a
+# **checkpoint**. **How do many ranks save one state, completely or not at all? What belongs to this
+# state? How often should they save it?**
 #
-# *After this lesson you can* save in shards and publish a checkpoint atomically; load it at another
-# number of ranks or with another strategy; say which state a resumed run needs to continue bit for
-# bit; hide most of a save behind training; compute the best interval for your cluster.
+# *After this lesson you can*
 #
-# **Prerequisites:** lessons 06 (DDP), 09 (ZeRO) and 10 (FSDP).
-# **Time:** 60 minutes of reading and 80 of exercises, with a break after section 5. Exercises 1 to
-# 3 are the core; exercise 4 goes further.
+# - save a state in shards, and publish the checkpoint atomically;
+# - load it with another number of ranks or another strategy;
+# - say which state a resumed run needs to continue bit for bit;
+# - hide most of a save behind training;
+# - compute the best interval between checkpoints for your cluster.
+#
+# **Prerequisites:** lessons 06 (DDP), 09 (ZeRO) and 10 (FSDP). **Time:** 60 minutes of reading and
+# 80 of exercises, with a break after section 5. Exercises 1 to 3 are the core; exercise 4 goes
+# further.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -43,14 +48,18 @@ FOLDER = mkdtemp()
 # %% [markdown]
 # ## 1 Why not through one rank
 #
-# In fp32, the parameters and Adam's two moments take 12 bytes per parameter. (Gradients and the
-# bf16 copy of the parameters are not saved: each step computes them again.) The obvious way gathers
-# all shards on rank 0, which writes one file. But then rank 0 needs room for the whole state, which
-# sharding was meant to avoid, and the other ranks wait for one link and one writer. The
-# alternative: **every rank writes its own shard**.
+# How large is the state that has to be saved? In fp32, the parameters and Adam's two moments take
+# 12 bytes per parameter. Gradients and the bf16 copy of the parameters are not saved, because each
+# step computes them again.
 #
-# Four ranks save 8 MiB in all. A link of 40 MB/s joins them; each writes 40 MB/s to its disk (all
-# emulated). What is the time of a save through rank 0, divided by the time with four writers?
+# With FSDP, each rank has one shard of this state. The obvious way to save it gathers all shards on
+# rank 0, which then writes one file. This has two drawbacks. Rank 0 needs room for the whole state,
+# which sharding was meant to avoid. And all other ranks wait for one link and one writer. The
+# alternative is that **every rank writes its own shard**.
+#
+# Suppose that four ranks save 8 MiB in all. They are joined by a link of 40 MB/s, and each rank can
+# write 40 MB/s to its disk (link and disks are emulated). Divide the time of a save through rank 0
+# by the time with four writers. What is the ratio?
 
 # %% tags=["predict"]
 wire = Link(name="slow Ethernet", latency_s=1e-3, bytes_per_s=40e6)
@@ -73,18 +82,25 @@ claim("a save by every rank takes less time", sharded_s < through_s)
 show(*pictures.saves(saves, MIB_8, f"{wire}; emulated disks, 40 MB/s each"))
 
 # %% [markdown]
-# Rank 0 first receives three shards, then writes four. The link is as fast as a disk here, so this
-# takes seven times as long as writing one shard. More writers save faster until the storage, which
-# all of them share, is saturated (`storage_bytes_per_s` in `cost.save_s_sharded`).
+# Where does the ratio come from? Let the state have $N$ bytes, and let link and disk both move $W$
+# bytes per second. Rank 0 first receives three quarters of the state, then writes all of it:
+# $\frac{3}{4}N/W + N/W$. With four writers, each rank writes a quarter, all at the same time:
+# $\frac{1}{4}N/W$. So the save through rank 0 takes seven times as long.
+#
+# More writers save faster, but not without limit: all of them share the storage, and at some number
+# of writers it is saturated (`storage_bytes_per_s` in `cost.save_s_sharded`).
 #
 # **If ranks and state grow by the same factor, a sharded save takes about the same time, until the
 # storage is saturated.**
 #
 # ## 2 Whole or not at all
 #
-# The more often a run saves, the more likely it is killed during a save. **Break it:** the next
-# cell saves in place, over the last checkpoint. What is left if the save is killed after an
-# operation, or in the middle of a write?
+# A sharded save is faster, but it consists of many files. What if the job is killed when only some
+# of them are written? The more often a run saves, the more likely this is.
+#
+# **Break it:** the next cell saves in place, that is, it overwrites the files of the last
+# checkpoint. Then it shows what is left if the save is killed before an operation or in the middle
+# of a write. What is left after a kill between the two files?
 
 # %% tags=["predict"]
 guess_cut = predict("a kill between the two files leaves", choices=("old", "new", "mix"))
@@ -105,28 +121,39 @@ for cut in cuts(OLD, disk.operations):
 reveal(guess_cut, "mix")
 
 # %% [markdown]
-# Both files can even be complete, but from different steps. The model would load without an error.
-# So a save puts new files beside the old ones, and writes a small **manifest**, which names them,
-# last. *A checkpoint exists if its manifest does.* Three facts about journaling file
-# systems matter:
+# The old checkpoint is gone before the new one is complete. The worst case is a kill between the
+# two files: each file is complete, but they come from different steps. The model would load without
+# an error.
 #
-# - A kill can cut a `write` anywhere. Within one file system, `rename(name, to)` happens
-#   completely or not at all: it is *atomic*.
+# So a save must not overwrite anything. It puts new files beside the old ones, and writes last a
+# small **manifest**, a file that names all others. *A checkpoint exists if its manifest does.* Then
+# a kill before the last operation leaves only the old checkpoint, and some files that nobody reads.
+#
+# A power cut is harder than a kill, because the operating system keeps recent writes in a cache.
+# Three facts about journaling file systems matter:
+#
+# - A kill can cut a `write` anywhere. Within one file system, `rename(name, to)` happens completely
+#   or not at all: it is *atomic*.
 # - `sync(name)` (`os.fsync`) waits until the *content* of a file has left the cache and is on the
 #   disk. Without it, a power cut may leave the manifest and lose the data.
 # - `sync_names()` (`os.fsync` on each changed folder, and on the parent of a new one) waits until
 #   changes of *names* (files created, renamed, removed) are on the disk. Until then, a power cut
 #   may undo changes, in each folder separately, the latest ones first.
 #
-# ### Exercise 1 (core): publish
+# By a *cut* we mean a kill or a power cut. After a cut at any moment, two rules have to hold:
 #
-# Write the `files` (content by name) into the folder `new`: `disk.write(f"{new}/{name}", content)`.
-# Publish them: `manifest` is the content of `{new}/manifest.json`. When the new checkpoint survives
-# any cut (a kill or a power cut), remove every file of `old` (`disk.names(old)`,
-# `disk.remove(f"{old}/{name}")`); `old` is None at the first save. `new` may contain files of a
-# killed save, with any name except `manifest.json`; in the end it contains only `files` and the
-# manifest. After a cut at any moment, each folder with a manifest has to be complete, and if there
-# was an old checkpoint, the old or the new one has to be there. About 12 lines, 20 minutes.
+# 1. Each folder that contains a manifest is a complete checkpoint.
+# 2. If there was an old checkpoint, the old one or the new one is there.
+#
+# ### Exercise 1 (core): publish
+# *Difficulty 4 of 5, importance 5 of 5, about 20 minutes and 12 lines.*
+#
+# Save a checkpoint that keeps both rules. Write the `files` (content by name) into the folder `new`
+# with `disk.write(f"{new}/{name}", content)`. Publish them with `manifest`, the content of
+# `{new}/manifest.json`. Only when the new checkpoint survives any cut, remove every file of `old`
+# (`disk.names(old)`, `disk.remove(f"{old}/{name}")`); at the first save, `old` is None. A killed
+# save may have left files in `new`, of any name except `manifest.json`: in the end, only `files`
+# and the manifest are there.
 #
 # <details><summary>Hint: published, and not whole</summary>
 # While you remove files, `old` has to be complete or not to count as a checkpoint. Which file do
@@ -157,14 +184,19 @@ def publish(disk, files, manifest, new, old):
 check("checkpoint-1", publish)
 
 # %% [markdown]
-# The course's library adds a hash of each file to the manifest, because disks and networks can
-# damage files, too. All ranks together load the newest checkpoint whose hashes match.
+# The course's library follows the same order. It also adds a hash of each file to the manifest,
+# because disks and networks can damage files, too. When a run resumes, all ranks together load the
+# newest checkpoint whose hashes match.
 #
 # **Write beside, sync, then publish with one atomic operation.**
 #
 # ## 3 Boxes
 #
-# FSDP trains 10 steps on 4 ranks, and saves a checkpoint after every 5 steps.
+# A complete checkpoint can still be useless. Suppose that one of four machines is lost, and the job
+# has to go on with fewer ranks: which rank then reads which file? The files have to say which part
+# of the model they contain, and not only which rank wrote them.
+#
+# To see how, FSDP now trains 10 steps on 4 ranks, and saves a checkpoint after every 5 steps.
 
 # %% tags=["measured"]
 from pathlib import Path
@@ -185,13 +217,17 @@ reads = found.manifest.tensors["optimizer.exp_avg.blocks.0.mlp.up.weight"]
 print("and of Adam:", reads.shape, "in", len(reads.pieces), "pieces")
 
 # %% [markdown]
-# The manifest is JSON, and a piece is a **box**: where it begins in the *whole* tensor, and its
-# sizes. The rows that FSDP keeps on a rank form a box, and so do the columns of tensor parallelism.
-# A range of ZeRO's flat parameter becomes a few boxes per tensor. To load, each rank intersects the
-# boxes that it needs with the saved boxes, and reads only the rows in which they overlap.
+# The manifest is JSON. For each tensor, it lists the pieces in which the tensor was saved. A piece
+# is a **box**: it says where the piece begins in the *whole* tensor, and its sizes. Most ways of
+# sharding give boxes. The rows that FSDP keeps on a rank form a box, and so do the columns of
+# tensor parallelism. A range of ZeRO's flat parameter may begin in the middle of a row, so it
+# becomes a few boxes per tensor.
 #
-# Four ranks saved ten rows (3, 3, 3 and 1), and 2 ranks load 5 rows each. How many intersections do
-# they read in all?
+# To load, each rank knows which boxes it needs. It intersects them with the saved boxes, and reads
+# only the rows in which they overlap. Nobody has to build the whole tensor.
+#
+# For example, four ranks saved a tensor of ten rows (3, 3, 3 and 1), and 2 ranks load 5 rows each.
+# How many intersections do they read in all?
 
 # %% tags=["predict"]
 guess_reads = predict("intersections that 2 ranks read")
@@ -208,12 +244,17 @@ reveal(guess_reads, sum(1 for wanted in by_2 for saved in by_4 if wanted.interse
 show(*pictures.boxes((10, 6), by_4, by_2))
 
 # %% [markdown]
-# ### Exercise 2 (core): reshard
+# The boxes do not match: rows 3 to 5 are one saved box, but both loading ranks need a part of it.
+# So each of them reads its part.
 #
-# `saved` is a list of boxes, each with its file: `(file, offsets, sizes)`. `wanted` is one box:
-# `(offsets, sizes)`. Offsets count from the beginning of the whole tensor, which may have any
-# number of dims. Return what to read and where to put it: a list of `(file, begin in the saved box,
-# begin in the wanted box, sizes)`, in any order. Read only the overlap. About 8 lines, 20 minutes.
+# ### Exercise 2 (core): reshard
+# *Difficulty 3 of 5, importance 5 of 5, about 20 minutes and 8 lines.*
+#
+# Return what one rank has to read, so that any number of ranks can load. `saved` is a list of boxes
+# with their files: `(file, offsets, sizes)`. `wanted` is one box: `(offsets, sizes)`. Offsets count
+# from the beginning of the whole tensor, which may have any number of dims. Return a list of
+# `(file, begin in the saved box, begin in the wanted box, sizes)`, in any order, of the overlaps
+# only. For `saved = [("a", [3], [3])]` and `wanted = ([5], [5])`, return `[("a", [2], [0], [1])]`.
 #
 # <details><summary>Hint: one dim</summary>
 # The saved box has 3 rows and begins at row 3; the wanted box has 5 rows and begins at row 5. The
@@ -244,11 +285,15 @@ check("checkpoint-2", pieces_to_read)
 #
 # ## 4 All of the state
 #
-# Weights alone are not enough to continue a run. `SmallTrainer` has momentum, a learning-rate
-# schedule, a sampler, dropout, and augmentation that draws from Python's random numbers. Its state
-# has 8 parts, of which weights and momentum are two. We save only the weights and the optimizer
-# after step 5, and load them into a new trainer. How many parts differ from those of the run that
-# never stopped?
+# We can now save tensors completely, and load them on any number of ranks. But which values belong
+# to the state of a training run? The weights alone are not enough: the optimizer has momentum, for
+# example.
+#
+# `SmallTrainer` has what real training programs have: momentum, a learning-rate schedule, a sampler
+# that shuffles, dropout, and data augmentation that draws from Python's random numbers. Its state
+# has 8 parts, of which weights and momentum are two. We save only these two after step 5, and load
+# them into a new trainer. How many parts of the state then differ from those of the run that never
+# stopped?
 
 # %% tags=["predict"]
 guess_state = predict("parts of the state that differ, of 8")
@@ -272,19 +317,23 @@ print("differ:", ", ".join(other))
 reveal(guess_state, len(other))
 
 # %% [markdown]
-# No error was raised, and either loss curve would look plausible. So the test is stricter: the
-# resumed run has to continue **bit for bit**, with exactly the numbers of the run that never
-# stopped. (On GPUs, this needs deterministic kernels. With another number of ranks, sums are added
-# in another order and random numbers change: compare a few steps without dropout,
-# within rounding errors.)
+# No error was raised. Had you seen only the second line of losses, it would have looked plausible.
+# So it is not enough to look at the loss curve of a resumed run. The test has to be stricter: the
+# resumed run continues **bit for bit**, with exactly the numbers of the run that never stopped.
+#
+# This test has two limits. On GPUs, it needs deterministic kernels. And with another number of
+# ranks, sums are added in another order and random numbers change; then compare a few steps without
+# dropout, within rounding errors.
 #
 # ### Exercise 3 (core): which state is missing
+# *Difficulty 3 of 5, importance 5 of 5, about 20 minutes and 13 lines.*
 #
-# `save(trainer)` returns all state of a `SmallTrainer`. `load(trainer, state)` puts it into
-# a new trainer. `load` is called on another `Resume` object, so keep nothing in `self`. The
-# trainer's attributes are `model`, `optimizer`, `scheduler`, `epoch`, `position` (in the epoch) and
-# `step`. Training after `save` or `load` must not change the saved state. About 13 lines, 20
-# minutes.
+# Make a run resume bit for bit. `save(trainer)` returns all state of a `SmallTrainer`;
+# `load(trainer, state)` puts it into a new trainer. `load` is called on another `Resume` object, so
+# keep nothing in `self`. The trainer's attributes are `model`, `optimizer`, `scheduler`, `epoch`,
+# `position` (samples used of the epoch) and `step`. Training after `save` or `load` must not change
+# the saved state. For example, a state saved after step 5 must resume at step 5, even if the first
+# trainer has trained on.
 #
 # <details><summary>Hint: a later step came back</summary>
 # <code>state_dict()</code> refers to live tensors, and an optimizer keeps those it loads: use
@@ -325,15 +374,17 @@ class Resume:
 check("checkpoint-3", Resume)
 
 # %% [markdown]
-# With many ranks, each draws its own random numbers: the course's library saves one `rng_state()`
-# per rank. The sampler needs none if its position counts the samples of *all* ranks.
+# With many ranks, each rank draws its own random numbers, so the course's library saves one
+# `rng_state()` per rank. The sampler is simpler: if its position counts the samples of *all* ranks,
+# the epoch and this position are enough, also for another number of ranks.
 #
 # **State that is not saved starts again from its initial value, often without an error: compare
 # bits, not curves.**
 #
 # ## 5 Kill a rank
 #
-# Two ranks train 20 steps, and save after every 5 steps. Rank 1 is killed (SIGKILL) while it
+# The parts are ready: sharded files, a manifest, boxes, and the whole state. Do they survive a real
+# kill? Two ranks train 20 steps, and save after every 5 steps. Rank 1 is killed (SIGKILL) while it
 # *writes the checkpoint* of step 15. At which step does the training resume?
 
 # %% tags=["predict"]
@@ -356,9 +407,13 @@ print(f"resumed at step {min(continued)}; equal bits to the end: {same}")
 print("whole checkpoints still there:", [one.step for one in all_checkpoints(f"{FOLDER}/killed")])
 
 # %% [markdown]
-# Only the steps since the last checkpoint are lost. A launcher (`Ranks`, `torchrun`) notices a
-# killed process at once. If a machine is lost, the ranks on other machines may wait until PyTorch's
-# time-out (lesson 00).
+# The checkpoint of step 15 has no manifest, so it does not exist for the resumed run. Only the
+# steps since the last whole checkpoint are lost, and the losses after the resume are equal to the
+# last bit.
+#
+# How does a job find out that a rank is gone? A launcher (`Ranks`, `torchrun`) notices at once when
+# a process of its own machine is killed. If a whole machine is lost, the ranks on other machines
+# may wait in a collective until PyTorch's time-out (lesson 00).
 #
 # Press *Train*, and kill a rank.
 
@@ -373,9 +428,13 @@ explorer.FailureLab()
 #
 # ## 6 Another size, another strategy
 #
-# Now 2 ranks load the checkpoint that FSDP saved on 4 ranks, with three strategies. Names and boxes
-# refer to the whole model, so all strategies read the same files. How far are the losses from those
-# of section 5's run that never stopped?
+# The killed run resumed with the same number of ranks and the same strategy. After a failure, fewer
+# GPUs may be left, and another strategy may suit them better. Does a checkpoint bind you to the old
+# choice?
+#
+# Here 2 ranks load the checkpoint that FSDP saved on 4 ranks, with three strategies in turn. Names
+# and boxes refer to the whole model, so all strategies read the same files. How far are the losses
+# from those of section 5's run that never stopped?
 
 # %% tags=["check"]
 for strategy in lab.STRATEGIES:
@@ -393,10 +452,13 @@ for strategy in lab.STRATEGIES:
 #
 # ## 7 Save while training goes on
 #
-# An **asynchronous** save copies the rank's shard to host memory and returns; a thread writes the
-# copy while the next steps compute. Here a step takes 20 ms. (It sleeps, like a CPU that waits for
-# its GPU.) After the third step each rank saves 32 MiB. Divide the time for which an asynchronous
-# save stops training by the same time for a plain save. What is the ratio?
+# A save of this kind is safe, but training stops until it is written. Most of this time is spent on
+# the disk, which the GPUs do not need. An **asynchronous** save uses this: it copies the rank's
+# shard to host memory and returns; a thread then writes the copy while the next steps compute.
+#
+# In this experiment, a step takes 20 ms. (It sleeps, like a CPU that waits for its GPU.) After the
+# third step, each rank saves 32 MiB. Measure for how long a save stops the training, and divide the
+# time of an asynchronous save by that of a plain one. What is the ratio?
 
 # %% tags=["predict"]
 guess_hidden = predict("time stopped by an async save, divided by that of a plain one")
@@ -411,11 +473,13 @@ claim("an asynchronous save stops training for less time", async_s < plain_s)
 show(*pictures.overlap({name: way.events for name, way in ways.items()}))
 
 # %% [markdown]
-# Gray: training waits. Brown: the thread writes to the disk. Training still waits while the ranks
-# agree on who writes what, and while each copies its shard. If an asynchronous save takes longer
-# than the interval, the next save has to wait for it.
+# In the picture, training waits in the gray spans, and the thread writes to the disk in the brown
+# ones. Even the asynchronous save stops training for a while: the ranks agree on who writes what,
+# and each copies its shard. There is also a limit. If writing takes longer than the interval, the
+# next save has to wait for it.
 #
-# **Break it:** what if the thread reads the parameters themselves, without the copy?
+# Can we avoid the copy? **Break it:** the next cell writes one number per step while training goes
+# on, once from the parameters themselves and once from a copy.
 
 # %%
 live = torch.zeros(4)
@@ -428,16 +492,21 @@ print("without a copy:", [int(one) for one, _ in written])
 print("with a copy:   ", [int(one) for _, one in written])
 
 # %% [markdown]
-# Without a copy, one file contains numbers of four different steps, and its hash may still match.
+# Without a copy, training changes the parameters while the thread writes them. So one file contains
+# numbers of four different steps. A hash does not help: it is computed from what was written, so it
+# may still match.
 #
 # **An asynchronous save copies first, then returns and writes: it still costs the agreement, the
 # copy and its memory.**
 #
 # ## 8 How often
 #
-# Without failures, checkpoints add $\delta$ per interval. We run 1000 steps of 1 ms, and save a
-# state of 4 MB every 50 to 500 steps. The formula uses the mean time of a save at interval 100, so
-# only the other points test it.
+# A save stops training for a short time, but not for none. If you save too often, these times add
+# up. If you save too rarely, a failure destroys much work. Which interval is best?
+#
+# Begin with a run without failures. Each interval of $t$ seconds of work costs one save, $\delta$.
+# To test this, we run 1000 steps of 1 ms, and save a state of 4 MB every 50 to 500 steps. The
+# formula takes $\delta$ from the run with interval 100, so only the other points test it.
 
 # %% tags=["picture", "measured"]
 extra = {every: pair.run(lab.extra_time, every)[0] for every in (50, 100, 200, 500)}
@@ -446,20 +515,30 @@ save_s = extra[100][0] / extra[100][1]  # all seconds, divided by the number of 
 show(*pictures.extra_time(1000, extra_s, save_s))
 
 # %% [markdown]
-# With failures, a long interval loses more work: half an interval on average, at each failure. Per
-# second of work, saving costs $\delta/t$, and failures cost $t/(2M) + R/M$, if $\delta$, $t$ and
-# $R$ are much shorter than $M$. The derivative of the sum, $-\delta/t^2 + 1/(2M)$, is zero at
-# Young's (1974) $t = \sqrt{2 \delta M}$. Daly (2006) also counts failures during saves and
-# restarts; this matters where $M$ is not much larger than $\delta$, which is 5 minutes in the
-# picture.
+# Without failures, the longest interval would be the best. Now let the job fail every $M$ seconds
+# on average. Per second of work:
+#
+# - there are $1/t$ saves, and each costs $\delta$: together $\delta/t$;
+# - there are about $1/M$ failures, if $\delta$, $t$ and $R$ are much shorter than $M$. Each comes,
+#   on average, in the middle of an interval, so it destroys $t/2$ of work, and it costs a restart
+#   $R$: together $t/(2M) + R/M$.
+#
+# So the overhead is $\delta/t + t/(2M) + R/M$. The first term falls with $t$, and the second one
+# grows. Their sum is smallest where its derivative is zero:
+#
+# $$-\frac{\delta}{t^2} + \frac{1}{2M} = 0 \quad\Rightarrow\quad t = \sqrt{2 \delta M}$$
+#
+# This is Young's (1974) interval. Daly (2006) also counts failures during saves and restarts. This
+# matters where $M$ is not much larger than $\delta$, which is 5 minutes in the picture.
 
 # %% tags=["picture"]
 show(*pictures.best_intervals())
 
 # %% [markdown]
-# Llama 3 405B was trained on up to 16,384 GPUs, with 419 unexpected interruptions in a period of 54
-# days (Grattafiori et al. 2024, section 3.3.4). Suppose that a save stopped the training for 30
-# seconds and a restart took 10 minutes (our guesses). What is the best interval?
+# Now take a real job. Llama 3 405B was trained on up to 16,384 GPUs, with 419 unexpected
+# interruptions in a period of 54 days (Grattafiori et al. 2024, section 3.3.4). Suppose that a save
+# stopped the training for 30 seconds and that a restart took 10 minutes (both are our guesses).
+# What is the best interval?
 
 # %% tags=["predict"]
 guess_interval = predict("best interval of work between checkpoints", unit="min")
@@ -478,17 +557,20 @@ reveal(guess_interval, cost.best_interval_daly(30, mtbf_s) / 60)
 explorer.interval_explorer()
 
 # %% [markdown]
-# Around the optimum this curve is flat: twice the best interval adds 2 percentage points of
-# overhead. Choose numbers close to those of your cluster. (Grattafiori et al. report more than 90 %
-# effective training time, so our guesses are probably too high.)
+# You need not hit the optimum exactly, because the curve is flat around it. In Young's formula, the
+# two terms that depend on $t$ are equal at the best interval. At twice this interval, one of them
+# is halved and the other one doubled: their sum grows by a quarter only. Choose numbers close to
+# those of your cluster. (Grattafiori et al. report more than 90 % effective training time, so our
+# guesses are probably too high.)
 #
 # ### Exercise 4 (further): the best interval
+# *Difficulty 2 of 5, importance 4 of 5, about 20 minutes and 4 lines.*
 #
-# You measured the seconds of a save, a step and a restart: `save_s`, `step_s` and `restart_s`. You
-# counted `failures` in `seen_s` seconds on `gpus_then` GPUs. For a job on `gpus` GPUs, whose
-# failure rate per GPU is the same, return the number of **steps** between checkpoints (Young's
-# interval, rounded, at least 1), and the expected overhead at this number of steps, as a fraction:
-# $\delta/t + t/(2M) + R/M$ with $t$ = steps times `step_s`. About 4 lines, 20 minutes.
+# You measured the seconds of a save, a step and a restart, and counted `failures` in `seen_s`
+# seconds on `gpus_then` GPUs. Plan a job on `gpus` GPUs, with the same failure rate per GPU. Return
+# the number of **steps** between checkpoints (Young's interval, rounded, at least 1), and the
+# overhead $\delta/t + t/(2M) + R/M$ at this number of steps, as a fraction. With `save_s` = 2,
+# `step_s` = 1, `restart_s` = 10, and 1 failure in 100 s on 4 GPUs, 16 GPUs need `(10, 0.8)`.
 #
 # <details><summary>Hint: the overhead</summary>
 # Per second of work, add the cost of saves, and the failures times the cost of one failure.
@@ -515,8 +597,9 @@ check("checkpoint-4", best_interval)
 #
 # ## 9 The real thing
 #
-# `torch.distributed.checkpoint` (DCP) saves boxes, too: a file per rank, and a `.metadata` file in
-# place of our manifest. We save the same state in both formats:
+# You would rarely write all of this yourself. PyTorch has `torch.distributed.checkpoint` (DCP),
+# which also saves boxes: a data file per rank, and a `.metadata` file in place of our manifest. We
+# save the same state in both formats:
 
 # %% tags=["measured"]
 rows = pair.run(lab.beside_dcp, f"{FOLDER}/formats")[0]
@@ -525,7 +608,8 @@ for name, one in rows.items():
     print(f"{name}: {words}, {1e3 * one.save_s:.0f} ms")
 
 # %% [markdown]
-# Our code adds the fourth file (ours: `.lock`; DCP's: `about.json`). DCP has three traps:
+# Each format needs two data files and a file that describes them. Our code adds the fourth file
+# (`.lock` to our format, `about.json` to DCP's). DCP has three traps:
 #
 # - `async_save` communicates in a thread. Give it a process group of its own
 #   (`process_group=dist.new_group(backend="gloo")`); otherwise, its messages can mix with those of
@@ -533,29 +617,33 @@ for name, one in rows.items():
 # - `.metadata` and the non-tensor values in the data files are **pickles, and loading a pickle can
 #   run any code**. Our `load_dcp` allows only the classes that a checkpoint needs. Safetensors and
 #   JSON cannot contain code.
-# - DCP checks no hashes (PyTorch 2.13).
+# - DCP checks no hashes (PyTorch 2.13), so it does not notice a damaged file.
 #
 # **Both formats save boxes; never unpickle a file that you do not trust.**
 #
 # ## 10 Without you
 #
-# `torchrun --max-restarts n` restarts all ranks when one dies, up to `n` times, and the training
-# script resumes by itself:
+# A job may die at night, when nobody is there to start it again. It has to resume by itself.
 #
-# `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 --max-restarts 2
-# -m course_lib.train --strategy fsdp --save-every 20 --out runs/elastic`
+# **A process dies.** `torchrun --max-restarts n` restarts all ranks when one dies, up to `n` times,
+# and the training script resumes from its newest checkpoint:
 #
-# (Without that variable, restarts can fail to connect: PyTorch issue 135712.) With `--nnodes 1:2
-# --rdzv-backend c10d --rdzv-endpoint HOST` in place of `--standalone`, the job continues with the
-# nodes that are left, if HOST is one of them.
+# `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 --max-restarts 2 -m
+# course_lib.train --strategy fsdp --save-every 20 --out runs/elastic`
 #
-# A scheduler that needs its nodes back usually sends a signal first. On SIGTERM or SIGUSR1, all
-# ranks of the course's training finish this step or the next, save, and exit with code 75 (try
+# (Without that variable, restarts can fail to connect: PyTorch issue 135712.)
+#
+# **A node dies.** With `--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint HOST` in place of
+# `--standalone`, the job continues with the nodes that are left, if HOST is one of them.
+#
+# **The scheduler needs its nodes back.** It usually sends a signal first. On SIGTERM or SIGUSR1,
+# all ranks of the course's training finish this step or the next, save, and exit with code 75 (try
 # later). This has to take less than torchrun's 30 s (`--shutdown-timeout`) and Slurm's `KillWait`.
-# `torchrun` passes SIGTERM on to the ranks, but SIGUSR1 only with `--signals-to-handle`. In Slurm,
-# `cluster/requeue.sbatch` gets a signal at least 120 seconds before the time limit
-# (`--signal=B:USR1@120`) and calls `scontrol requeue`; Slurm then sends SIGTERM. Measure your own
-# cluster with `cluster/exercises/14_checkpoint.py`.
+# `torchrun` passes SIGTERM on to the ranks, but SIGUSR1 only with `--signals-to-handle`.
+#
+# **The time limit comes.** In Slurm, `cluster/requeue.sbatch` gets a signal at least 120 seconds
+# before the time limit (`--signal=B:USR1@120`) and calls `scontrol requeue`; Slurm then sends
+# SIGTERM. Measure your own cluster with `cluster/exercises/14_checkpoint.py`.
 #
 # **Test that a killed job resumes by itself.**
 
@@ -565,18 +653,19 @@ shutil.rmtree(FOLDER)
 # %% [markdown]
 # ## What to keep
 #
-# - Every rank writes its shard; rank 0 publishes a manifest.
-# - Write beside, sync, then rename.
+# - Every rank writes its shard, and rank 0 publishes a manifest.
+# - Write beside, sync, then rename: a checkpoint is there completely or not at all.
 # - Boxes of whole tensors can be loaded by any number of ranks and any strategy.
 # - Save optimizer, schedule, sampler and the random numbers of every rank; test for equal bits.
 # - An asynchronous save copies first.
-# - Young's interval is $t = \sqrt{2 \delta M}$.
+# - Young's interval is $t = \sqrt{2 \delta M}$, if saves and restarts are much shorter than $M$.
 #
 # **Read on**
 #
-# - Young 1974, *A first order approximation to the optimum checkpoint interval*.
-# - Daly 2006, *A higher order estimate of the optimum checkpoint interval for restart dumps*:
-#   short MTBF.
+# - Young 1974, *A first order approximation to the optimum checkpoint interval*: the formula of
+#   section 8, on two pages.
+# - Daly 2006, *A higher order estimate of the optimum checkpoint interval for restart dumps*: for
+#   jobs that fail often.
 # - Grattafiori et al. 2024, *The Llama 3 Herd of Models*, section 3.3.4: what fails, and how often.
 # - PyTorch documentation, `torch.distributed.checkpoint`: planners, async, resharding.
 # - Pillai et al. 2014, *All file systems are not created equal*: what a crash leaves of your files.
