@@ -58,9 +58,11 @@ from course_lib.ranks.machine import describe_machine, doctor_report
 # %% [markdown]
 # ## 1 One program, many processes
 #
-# The first line of the cell above has started four processes; the variable `ranks` stands for them.
-# A cell that begins with `%%ranks` runs on **every** rank. If one runs for too long, press Stop (■)
-# above the notebook: a report says on which line each rank is, and the ranks are restarted.
+# Training on four GPUs usually means that four processes run the same program. How can one notebook
+# control them? The first line of the cell above has started four processes; the variable `ranks`
+# stands for them. A cell that begins with `%%ranks` runs on **every** rank. If one runs for too
+# long, press Stop (■) above the notebook: a report says on which line each rank is, and the ranks
+# are restarted.
 #
 # The next such cell contains one `print`. How many lines will you see?
 
@@ -73,11 +75,13 @@ guess_lines = predict("how many lines does the next cell print?")
 print(f"hello from rank {rank} of {world_size}")
 
 # %% [markdown]
-# The number in brackets is the rank that printed the line. All ranks run the *same program*, each
-# on *its own data*: SPMD, "single program, multiple data". `rank` tells the ranks apart. Every
-# `%%ranks` cell knows `rank`, `world_size`, `torch` and `dist` (torch.distributed).
+# Every rank ran the `print`. The number in brackets is the rank that printed the line. All ranks
+# run the *same program*, each on *its own data*. This is called SPMD, "single program, multiple
+# data". The value of `rank` tells the ranks apart. Every `%%ranks` cell knows `rank`, `world_size`,
+# `torch` and `dist` (torch.distributed).
 #
-# The next `%%ranks` cell sets an `x` on every rank. Will the notebook itself then have an `x`?
+# The next `%%ranks` cell sets a variable `x` on every rank. Will the notebook itself then have an
+# `x`?
 
 # %% tags=["predict"]
 reveal(guess_lines, ranks.world_size)
@@ -93,7 +97,8 @@ print(f"process {os.getpid()} holds x = {x}")
 
 # %% [markdown]
 # There are four ranks, each a process with a memory of its own, and a fifth process, the
-# notebook's. What a `%%ranks` cell defines on a rank stays there for the next `%%ranks` cell.
+# notebook's. What a `%%ranks` cell defines on a rank stays in the memory of this rank, for the next
+# `%%ranks` cell. The notebook does not see it.
 #
 # To get results *back*, run a function: `ranks.run(fn)` calls `fn(rank)` on every rank and returns
 # a list of the results, rank 0 first.
@@ -108,16 +113,20 @@ reveal(guess_x, "x" in globals())
 print(ranks.run(fingerprint))
 
 # %% [markdown]
-# The numbers $10^r$ are used again below. When they are added up, the digits of the sum show which
-# ranks are in it: 1111 means each rank once, 1211 means rank 2 twice.
+# We use the numbers $10^r$ again below, because their sum shows which ranks are in it. Each rank
+# has a digit of its own: 1111 means that each rank was added once, and 1211 that rank 2 was added
+# twice.
 #
 # **One program, four processes, four memories: `rank` tells the processes apart.**
 #
 # ## 2 Who am I?
 #
-# Large runs use several machines, called nodes. Take two nodes with four GPUs each, and one rank
-# per GPU. Nodes, ranks and local ranks are counted from 0, and the first node has the lower ranks.
-# Which rank has local rank 2 on node 1?
+# On one machine, the rank is all that a process needs to know about itself. But large runs use
+# several machines, called nodes, and each process has to choose a GPU of *its* node. So it also has
+# a **local rank**, its number on the node.
+#
+# Take two nodes with four GPUs each, and one rank per GPU. Nodes, ranks and local ranks are counted
+# from 0, and the first node has the lower ranks. Which rank has local rank 2 on node 1?
 
 # %% tags=["predict"]
 guess_rank = predict("the rank with local rank 2 on node 1, four ranks a node")
@@ -129,9 +138,9 @@ print(rank_at)
 reveal(guess_rank, rank_at[1, 2].item())
 
 # %% [markdown]
-# A process usually learns its rank from environment variables. A *launcher* starts the processes
-# and sets the variables for each of them. PyTorch's launcher is `torchrun`. It sets all variables
-# of this table; the ranks of this notebook have those of the first two rows.
+# How does a process learn its rank? Usually from environment variables. A *launcher* starts the
+# processes and sets the variables for each of them. PyTorch's launcher is `torchrun`. It sets all
+# variables of this table; the ranks of this notebook have those of the first two rows.
 #
 # | variable | meaning |
 # |---|---|
@@ -146,15 +155,19 @@ for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
     print(name, "=", os.environ[name], end="   ")
 
 # %% [markdown]
-# Your machine is one node, so `rank` and `local_rank` are equal here. A program that chooses its
-# GPU by `rank` works on one node, but on the second node it asks for a GPU that does not exist.
+# Your machine is one node, so `rank` and `local_rank` are equal here. This hides a common mistake.
+# A program that chooses its GPU by `rank` works on one node, but on the second node it asks for a
+# GPU that does not exist.
 #
 # A rank is not a permanent name: after a restart a process may get another number. By convention,
 # rank 0 writes the logs and, in simple programs, the checkpoints.
 #
 # ### Exercise 1: from node and local rank to rank
+# *Difficulty 1 of 5, importance 3 of 5, about 2 minutes and 1 line.*
 #
-# Every node has `ranks_per_node` ranks. One line, 2 minutes.
+# A launcher has to number all processes of a run. Return the rank of the process with local rank
+# `local_rank` on node `node`; every node has `ranks_per_node` ranks. With four ranks per node,
+# local rank 2 on node 1 is rank 6, as above.
 #
 # <details><summary>Hint: your function returns a rank twice</summary>
 # How many ranks are on the nodes before yours?
@@ -178,8 +191,9 @@ check("ranks-1", global_rank)
 #
 # ## 3 In which order do ranks run?
 #
-# In the next cell, rank 0 sleeps longest before it prints, and rank 3 does not sleep at all. No
-# rank waits for another. Which rank prints first?
+# The output of all cells so far began with rank 0. Do the ranks run one after another, then? In the
+# next cell, rank 0 sleeps longest before it prints, and rank 3 does not sleep at all. No rank waits
+# for another. Which rank prints first?
 
 # %% tags=["predict"]
 guess_first = predict("which rank prints first?")
@@ -200,17 +214,19 @@ show(*pictures.order_of_ranks(ranks.events))
 
 # %% [markdown]
 # The notebook *shows* rank 0 first, because it sorts the output by rank. The picture shows what
-# really *happened*. It is drawn from `ranks.events`, which has the times of all communication
-# calls, of the waits in them, and of named spans of the last run.
+# really *happened*: rank 3 was first. It is drawn from `ranks.events`, which has the times of all
+# communication calls, of the waits in them, and of named spans of the last run.
 #
-# Ranks run in no fixed order unless they *wait* for each other. The simplest way to wait is a
+# So ranks run in no fixed order unless they *wait* for each other. The simplest way to wait is a
 # barrier: `dist.barrier()` returns only when **all** ranks have called it.
 #
 # ### Exercise 2: one after another
+# *Difficulty 3 of 5, importance 4 of 5, about 10 minutes and 4 lines.*
 #
-# Call `say()` on rank 0, then on rank 1, and so on. A rank may begin only when the rank before it
-# has finished. Your function must also work when it is called a second time. Use at most
-# `world_size` barriers. About 4 lines, 10 minutes.
+# Programs sometimes need an order, for example when ranks append to one file. Call `say()` on rank
+# 0, then on rank 1, and so on. A rank may begin only when the rank before it has finished: on 3
+# ranks, rank 2 speaks last, even if it is the fastest. Your function must also work when it is
+# called a second time. Budget: at most `world_size` barriers.
 #
 # <details><summary>Hint: all speak at once</summary>
 # If the barrier is inside your <code>if</code>, each rank calls it once, after it has spoken. Think
@@ -240,7 +256,9 @@ check("ranks-2", take_turns)
 #
 # ## 4 A message takes time
 #
-# What do your ranks run on? (`course doctor` prints the same in a terminal.)
+# A barrier only makes ranks wait. To work together, they also have to exchange data, and this takes
+# time. How much depends on what connects them. What do your ranks run on? (`course doctor` prints
+# the same in a terminal.)
 
 # %% tags=["measured"]
 print(doctor_report(describe_machine()))
@@ -249,8 +267,11 @@ print(doctor_report(describe_machine()))
 # Your ranks exchange messages inside one machine, without a network, so their times say little
 # about a cluster. The course can therefore *emulate* a link: real ranks exchange real messages, and
 # each message is delayed until it has taken as long as on the given `Link` (which must be slower
-# than your machine). The link below is slow on purpose: its latency is 20 ms, its bandwidth 50
-# MB/s. How long does a message of 4 MB take?
+# than your machine).
+#
+# A link is described by two numbers. Its *latency* is the time that any message takes, however
+# small. Its *bandwidth* is the number of bytes that it moves per second. The link below is slow on
+# purpose, with a latency of 20 ms and a bandwidth of 50 MB/s. How long does a message of 4 MB take?
 
 # %% tags=["predict"]
 guess_message = predict("one message of 4 MB, 20 ms latency, 50 MB/s", unit="ms")
@@ -279,10 +300,13 @@ reveal(guess_message, 1000 * measured_s(4_000_000))
 
 # %% [markdown]
 # *Both* sides have to make a call. Rank 0 says what it sends and to which rank; rank 1 says from
-# which rank it receives, and into which tensor. A message of $n$ bytes takes a fixed time and a
-# time per byte:
+# which rank it receives, and into which tensor. The latency is paid once per message, and each of
+# the $n$ bytes takes $1/\beta$ seconds more:
 #
 # $$ t = \alpha + \frac{n}{\beta} $$
+#
+# If this is right, the times of messages of different sizes lie on a straight line. The next cell
+# measures five sizes.
 
 
 # %% tags=["picture", "measured"]
@@ -294,18 +318,22 @@ claim("the formula gives the time of 4 MB within 10 %", 0.9 < ratio < 1.1)
 show(*pictures.message_times(wire, sizes_mb, formula_s, times_s))
 
 # %% [markdown]
+# The line begins at the latency, even for an empty message. So many small messages take longer than
+# one large message with the same bytes.
+#
 # **In this model, a message takes the latency plus its bytes divided by the bandwidth.** The model
 # leaves out what happens when several messages share a link. Lesson 04 derives the cost of
 # collectives from this model.
 #
 # ## 5 Everybody at once: a collective
 #
-# A *collective* is one call that **all** ranks of a *process group* (here: all four) make together.
-# The collective of plain data parallelism is `dist.all_reduce(x)`: it adds up the `x` of all ranks
-# and leaves the sum in `x`, on every rank.
+# A message connects two ranks. In training, all ranks often need the same result, such as the sum
+# of their gradients. A *collective* is one call that **all** ranks of a *process group* (here: all
+# four) make together. The collective of plain data parallelism is `dist.all_reduce(x)`: it adds up
+# the `x` of all ranks and leaves the sum in `x`, on every rank.
 #
-# Rank $r$ has $x = 10^r$ and makes the call after $0.1\,r$ seconds. Which `x` does rank 2 have
-# afterwards? And how long does rank 0 stay in its call?
+# In the next cell, rank $r$ has $x = 10^r$ and makes the call after $0.1\,r$ seconds. Which `x`
+# does rank 2 have afterwards? And how long does rank 0 stay in its call?
 
 # %% tags=["predict"]
 guess_sum = predict("x on rank 2 after the all_reduce")
@@ -332,8 +360,8 @@ claim("rank 0 waits until the last rank makes the call", duration_s[0] > 0.25)
 show(*pictures.late_all_reduce(ranks.events))
 
 # %% [markdown]
-# No rank can have the sum before the last rank makes the call. The slowest rank, the *straggler*,
-# determines how long all others wait.
+# The sum contains the number of the last rank, so no rank can have it before this rank makes the
+# call. The slowest rank, the *straggler*, determines how long all others wait.
 #
 # **Break it.** `all_reduce` works *in place*: the old `x` is overwritten. What happens if a program
 # sums the same `x` twice, for example in two different functions?
@@ -346,15 +374,16 @@ dist.all_reduce(x)
 print(x)
 
 # %% [markdown]
-# There is no error, only a sum that is `world_size` times too large. Each digit of the sum says how
-# often the value of its rank was added.
+# There is no error, only a sum that is `world_size` times too large: the second call added four
+# copies of the first sum. Each digit of the result says how often the value of its rank was added.
 #
 # ### Exercise 3: the mean of all ranks
+# *Difficulty 2 of 5, importance 5 of 5, about 5 minutes and 3 lines.*
 #
-# On every rank, return the mean of the `x` of all ranks, as a new tensor in each call, and leave
-# `x` unchanged. Budget: one collective on a tensor of the size of `x`, and a result that takes no
-# more memory than `x`. Your function has to work on any number of ranks, which
-# `dist.get_world_size()` returns. About 3 lines, 5 minutes.
+# Data parallelism averages gradients. On every rank, return the mean of the `x` of all ranks as a
+# new tensor, and leave `x` unchanged. Four ranks with $x = 10^r$ all get 277.75. Your function has
+# to work on any number of ranks, which `dist.get_world_size()` returns. Budget: one collective on a
+# tensor of the size of `x`, and a result that takes no more memory than `x`.
 #
 # <details><summary>Hint: x has changed</summary>
 # <code>x.clone()</code> returns a new tensor with the same numbers.
@@ -381,8 +410,9 @@ check("ranks-3", mean_over_ranks)
 #
 # ## 6 The first hang
 #
-# The ranks form a ring. Each rank sends its number to its right neighbor, then receives from its
-# left neighbor. No line of the code looks wrong. Does every rank get its left neighbor's number?
+# A straggler makes the others wait for some time. Can ranks also wait forever? Let them form a
+# ring: each rank sends its number to its right neighbor, then receives from its left neighbor. No
+# line of the code looks wrong. Does every rank get its left neighbor's number?
 
 # %% tags=["predict"]
 guess_ring = predict("does every rank get its left neighbor's number?", choices=YES_NO)
@@ -419,7 +449,8 @@ show(*pictures.who_waits(hang.waits, 4))
 #
 # 1. *Who waits, in which call?* Every rank, in `send`.
 # 2. *On which line?* On the line of the `send`; no rank has reached the `recv` below it.
-# 3. *For whom?* Follow the arrows.
+# 3. *For whom?* Follow the arrows: each rank waits for its right neighbor, and so on around the
+#    circle.
 #
 # With gloo, a `send` ends only when its receiver takes the message, and here every receiver is
 # itself in a `send`. No single rank makes a mistake; the circular waiting is the mistake. (With
@@ -429,13 +460,13 @@ show(*pictures.who_waits(hang.waits, 4))
 # After a hang the ranks are restarted, so the next cell works.
 #
 # ### Exercise 4: break the circle
+# *Difficulty 3 of 5, importance 5 of 5, about 15 minutes and 6 lines.*
 #
-# Do the same without a deadlock. Send `x` to the rank `right`, receive the `x` of the rank `left`,
-# which has the same shape and dtype (give `left` as the source), and return it unchanged, as a new
-# tensor in each call. `rank` is your own number. The order of the ranks in the circle may differ
-# between calls, so do not compute `left` and `right` yourself. The check runs 2, 3 and 4 ranks.
-# Budget: each rank sends one message, and all calls have ended when you return. (If you use the
-# non-blocking `isend` or `irecv`, call `wait()` on what they return.) About 6 lines, 15 minutes.
+# Pass `x` around a circle without a deadlock; lesson 04 builds on this step. Send `x` to the rank
+# `right`, receive the `x` of the rank `left` (same shape and dtype; give `left` as the source), and
+# return it as a new tensor. In the circle 0, 1, 2 with $x = 10^r$, rank 0 returns 100. Use the
+# given `left` and `right`: other circles have another order, and 2 to 4 ranks. Budget: one message
+# per rank. If you use `isend` or `irecv`, call `wait()` on what they return.
 #
 # <details><summary>Hint: it hangs in send, or in recv</summary>
 # If all ranks send first, none receives. Let <code>rank</code> decide: what could the even ranks do
@@ -469,7 +500,8 @@ check("ranks-4", pass_right)
 #
 # ## 7 More ways to fail
 #
-# If ranks make calls that do not fit together, this is a **mismatch**. The report names both sides:
+# In the deadlock, the calls fitted together, but came in a bad order. The ranks can also make calls
+# that do not fit together at all. This is a **mismatch**. The report names both sides:
 
 
 # %% tags=["failure"]
@@ -481,9 +513,9 @@ def different_sizes(rank):
 mismatch = failure_of(different_sizes)
 
 # %% [markdown]
-# In the course, a rank compares its call with those of the ranks that called earlier. Plain PyTorch
-# compares calls only if `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set. Without it, a mismatch can hang,
-# crash, or return wrong numbers.
+# How did the course notice this? A rank compares its call with those of the ranks that called
+# earlier. Plain PyTorch compares calls only if `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set. Without it,
+# a mismatch can hang, crash, or return wrong numbers.
 #
 # A rank can also **raise** an error, or its process can **die**. Read both reports: which rank is
 # the cause, and which ranks only wait for it?
@@ -529,13 +561,17 @@ reveal(guess_stuck, len(hang.waits))
 show(*pictures.who_waits(hang.waits, 4))
 
 # %% [markdown]
-# There is no circle this time: rank 0 waits for ranks that have already returned.
+# There is no circle this time: rank 0 waits for ranks that have already returned. The line that
+# hangs is right. The mistake is the `if` above it, which keeps the other ranks from making the same
+# call.
 #
 # ### Exercise 5: a report that does not hang
+# *Difficulty 2 of 5, importance 5 of 5, about 5 minutes and 3 lines.*
 #
-# Each rank has its own `loss`. Call `log(total)` **once, on rank 0**, with the sum of the losses of
-# all ranks. `total` is a number or a tensor of one number, not rounded and not a text. Log it even
-# if it is 0, inf or nan. About 3 lines, 5 minutes.
+# Most training programs log a loss like this. Each rank has its own `loss`. Call `log(total)`
+# **once, on rank 0**, with the sum of the losses of all ranks. `total` is a number or a tensor of
+# one number, not rounded and not a text. With losses $10^r$ on four ranks, rank 0 logs 1111. Log
+# the sum whatever its value is, also 0 or inf.
 #
 # <details><summary>Hint: it hangs, or the ranks make different calls</summary>
 # Which lines have to run on every rank, and which on rank 0 only?
@@ -560,9 +596,10 @@ check("ranks-5", report_loss)
 #
 # ## 8 Outside of the notebook
 #
-# Real jobs are usually scripts that a launcher such as `torchrun` starts, on one node or on many.
-# The course's scripts end with `launch(fn)`, where `fn(rank)` is a function like those above. In
-# the next script, four ranks print their numbers one after another, then sum $10^r$.
+# A notebook is a good place to learn, but real jobs are usually scripts. A launcher such as
+# `torchrun` starts them, on one node or on many. The course's scripts end with `launch(fn)`, where
+# `fn(rank)` is a function like those above. In the next script, four ranks print their numbers one
+# after another, then sum $10^r$.
 
 # %% tags=["picture", "measured"]
 script = Path(course_lib.__file__).parents[1] / "cluster/exercises/00_hello_ranks.py"
