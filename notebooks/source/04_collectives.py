@@ -399,7 +399,7 @@ check("collectives-4", mean_all_reduce)
 # if the network itself can add (section 5, NVLS).
 #
 # **All-reduce = reduce-scatter + all-gather. On a ring, it sends $2\frac{p-1}{p}\,n$ bytes per rank
-# in $2(p-1)$ steps, and no algorithm sends fewer bytes, as long as only ranks add.**
+# in $2(p-1)$ steps, and no algorithm sends fewer bytes in total, as long as only ranks add.**
 #
 # *A good place for a break.*
 #
