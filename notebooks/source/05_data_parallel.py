@@ -304,8 +304,7 @@ guess_twice = predict("items read twice, 10 items on 4 ranks")
 # on the epoch, **not** on the rank. Give every rank equally many, in turn or in blocks; if items
 # are missing at the end, repeat the order from its beginning, as often as needed. If the order of 5
 # items is 3 0 4 1 2, rank 0 of 2 reads 3 4 2 and rank 1 reads 0 1 3.
-# `torch.randperm(n, generator=...)` shuffles. Seed the generator; leave the global random state
-# unchanged.
+# `torch.randperm(n, generator=...)` shuffles; seed the generator, not the global random state.
 #
 # <details><summary>Hint: some items are never read</summary>
 # If each rank shuffles in its own way, the ranks do not share one order.
