@@ -348,13 +348,13 @@ print(f"the tenth takes {tenth:.0f} % longer than the first")
 # %% [markdown]
 # Each dot is a plan that fits. The *Pareto front* consists of the plans that no other plan beats in
 # both time and memory. Along the front, each plan that needs less memory takes more time, because
-# saving memory costs messages or recomputation. The first ten plans take nearly the same time, as
-# the last line says, but not the same memory: this leaves you a choice.
+# what saves memory costs messages, recomputation or efficiency. The first ten plans take nearly the
+# same time, as the last line says, but not the same memory: this leaves you a choice.
 #
 # **Break it.** A search trusts its formulas. What happens if one is missing? Suppose that one
 # planner forgets the bubble, and another one assumes that all messages overlap. For $B = 1024$ both
-# choose the same plan as ours, because there the bubble and the exposed messages of the best plans
-# are short.
+# choose the same plan as the complete planner, because there the bubble and the exposed messages of
+# the best plans are short.
 #
 # Now let $B = 32$, one sequence per GPU. The first planner chooses the plan that looks best to it,
 # and we count all costs of this plan. How many times as long as the best plan's step is its step?
@@ -380,8 +380,8 @@ show(*pictures.bills_of_choices(chosen, forgot="bubble"))
 
 # %% [markdown]
 # The first planner chose a deep pipeline with few micro-batches. Such plans have the largest
-# bubbles, so they are exactly those that this planner judges too well. The error is small for most
-# plans, but a search looks for extremes and finds the plan with the largest error.
+# bubbles, so they are exactly those that this planner judges too well. The error may be small for
+# most plans, but a search looks for extremes: it finds the plan that the missing cost favors most.
 #
 # **A search can choose a plan because of a cost that the planner leaves out.**
 #
@@ -481,7 +481,7 @@ for run in published_runs("llm-foundry"):
 # ## 7 Alpa: let the compiler choose
 #
 # Our search splits every layer in the same way and gives each stage the same number of GPUs. This
-# is wasteful if the layers are unequal. Alpa (Zheng et al. 2022) is a compiler that drops both
+# can be wasteful if the layers are unequal. Alpa (Zheng et al. 2022) is a compiler that drops both
 # restrictions. It chooses on two levels: how the layers are divided into stages, and how each
 # matrix product is split inside a stage.
 #
@@ -687,10 +687,10 @@ check("planner-5", choose)
 # %% [markdown]
 # ## 10 Defend it
 #
-# A number from a planner convinces nobody who cannot see how it came about. Defend a plan with five
-# statements: it fits; it has the batch; what its step loses; what else you considered; and what
-# measurement would change your mind. The next cell does so for FSDP with $b = 1$, the simple plan
-# that is second in the search.
+# A number from a planner is convincing only if others can see how it came about. Defend a plan with
+# five statements: it fits; it has the batch; what its step loses; what else you considered; and
+# what measurement would change your mind. The next cell does so for FSDP with $b = 1$, the simple
+# plan that is second in the search.
 
 # %%
 mine, top = steps["FSDP"], best[0]

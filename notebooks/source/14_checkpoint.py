@@ -127,7 +127,8 @@ reveal(guess_cut, "mix")
 #
 # So a save must not overwrite anything. It puts new files beside the old ones, and writes last a
 # small **manifest**, a file that names all others. *A checkpoint exists if its manifest does.* Then
-# a kill before the last operation leaves only the old checkpoint, and some files that nobody reads.
+# a kill before the last operation leaves only the old checkpoint, and some files that no later run
+# reads.
 #
 # A power cut is harder than a kill, because the operating system keeps recent writes in a cache.
 # Three facts about journaling file systems matter:
@@ -224,7 +225,7 @@ print("and of Adam:", reads.shape, "in", len(reads.pieces), "pieces")
 # becomes a few boxes per tensor.
 #
 # To load, each rank knows which boxes it needs. It intersects them with the saved boxes, and reads
-# only the rows in which they overlap. Nobody has to build the whole tensor.
+# only the rows in which they overlap. No rank has to build the whole tensor.
 #
 # For example, four ranks saved a tensor of ten rows (3, 3, 3 and 1), and 2 ranks load 5 rows each.
 # How many intersections do they read in all?
@@ -408,8 +409,8 @@ print("whole checkpoints still there:", [one.step for one in all_checkpoints(f"{
 
 # %% [markdown]
 # The checkpoint of step 15 has no manifest, so it does not exist for the resumed run. Only the
-# steps since the last whole checkpoint are lost, and the losses after the resume are equal to the
-# last bit.
+# steps since the last whole checkpoint are lost, and the losses after the resume equal those of the
+# run that never stopped, to the last bit.
 #
 # How does a job find out that a rank is gone? A launcher (`Ranks`, `torchrun`) notices at once when
 # a process of its own machine is killed. If a whole machine is lost, the ranks on other machines
@@ -623,7 +624,8 @@ for name, one in rows.items():
 #
 # ## 10 Without you
 #
-# A job may die at night, when nobody is there to start it again. It has to resume by itself.
+# A job may die at night, when you are not there to start it again. It has to resume by itself. What
+# this needs depends on what has failed.
 #
 # **A process dies.** `torchrun --max-restarts n` restarts all ranks when one dies, up to `n` times,
 # and the training script resumes from its newest checkpoint:
