@@ -240,7 +240,7 @@ reveal(guess, "no")
 # Write one optimizer step on the full batch while only one micro-batch has its activations in
 # memory. All parts have the same size, and `split_micro_batches(batch, num_micro_batches)` yields
 # them as pairs `(x, y)`. Call the model once on each part. Return the mean loss of the whole batch
-# as a detached tensor: if two parts have the losses 1 and 3, return 2. Lessons 05 to 09 build on
+# as a detached tensor: if two parts have the losses 1 and 3, return 2. Lessons 05 and 08 build on
 # this step.
 #
 # <details><summary>Hint: memory grows with the number of micro-batches</summary>
