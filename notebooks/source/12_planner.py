@@ -17,7 +17,7 @@
 # - search all plans, and say when you can trust the ranking;
 # - say where such predictions fail, and explain how Alpa chooses.
 #
-# **Prerequisites:** lessons 01 and 07 to 11; 06 and 13 help. **Time:** about 65 minutes of reading
+# **Prerequisites:** lessons 01b and 07 to 11; 06 and 13 help. **Time:** about 65 minutes of reading
 # and running, 75 of exercises. The break is after section 4. Exercises 1 to 3 are *core*, 4 and 5
 # go *further*.
 #
@@ -204,7 +204,7 @@ for batch in (1024, 256, 64):
 #
 # | part of the bill | what it counts | lesson |
 # |---|---|---|
-# | compute | each product at the efficiency of its shape; norms, loss; recomputation | 01, 03 |
+# | compute | each product at the efficiency of its shape; norms, loss; recomputation | 01b, 03 |
 # | TP messages | all as exposed, except the gathers that backward repeats | 07 |
 # | bubble | of the schedule; waiting for the slowest stage | 08 |
 # | PP messages | the part that the schedule does not hide | 08 |
@@ -229,7 +229,7 @@ show(*pictures.bill_waterfall(eight))
 #
 # TP 8 is also slower than FSDP in a way that no message explains: it *computes* for longer, as the
 # next picture shows. Each GPU multiplies with an eighth of a matrix, and smaller matrix products
-# reach a smaller share of the peak (lesson 01).
+# reach a smaller share of the peak (lesson 01b).
 
 # %% tags=["picture"]
 show(*pictures.bills_that_fit(steps))
