@@ -676,7 +676,8 @@ def five(p, m):
 plans = five(3, 6)
 played = {name: simulate(plan) for name, plan in plans.items()}  # F = I = W = 1
 reveal(guess_zero, played["1F1B"].idle_s[0] / played["ZB-V"].idle_s[0])
-show(*pictures.smaller_bubbles(played))
+drawn = {name: one for name, one in played.items() if name != "1F1B"}  # which section 3 has drawn
+show(*pictures.smaller_bubbles(drawn))
 
 # %% tags=["measured"]
 times = PipelineTimes(forward_s=0.03, backward_input_s=0.03, backward_weight_s=0.03)
