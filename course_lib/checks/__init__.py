@@ -2,11 +2,10 @@
 
     exercise         `Exercise`, `Cause`, `CheckFailed`, and `check`, the call in the notebooks
     cases            `Cases`: an answer of plain values, against a table of cases
-    on_ranks         `OnRanks`: an answer that runs on ranks, and what was observed there
-    judge            `ByExample`: the same, compared with the right answer and with mistakes
+    judge            `ByExample`: an answer that runs on ranks, held to the right answer's example
+    on_ranks         a run on ranks, and the trouble that they may have
     watch            `Watch`: what an answer does on a rank, step by step
     properties       mistakes that any answer of a kind can make
-    expectations     `Numbers`, `Calls`, `Demand`, ...: what to expect of that
     edits            `Edit`, `Own`: planted wrong answers
     right_answer     the right answer: the solution in the lesson's source
     lesson_source    the source of a lesson as cells, with its solutions

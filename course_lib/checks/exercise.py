@@ -93,7 +93,7 @@ class Stopped(NotJudged):
 
 @runtime_checkable
 class Check(Protocol):
-    """Observes and judges an answer: `Cases` for plain values, `OnRanks` for what runs on ranks."""
+    """Observes and judges an answer: `Cases` for plain values, `ByExample` on ranks."""
 
     def observe(self, answer: Any) -> Iterator[Any]:
         """Run the answer; yield plain data, piece by piece."""

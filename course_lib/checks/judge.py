@@ -9,7 +9,7 @@ in a file beside the checks (course_lib.checks.right_answer); where there is non
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -19,7 +19,16 @@ from torch import Tensor
 
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
 from course_lib.checks.expect import difference
-from course_lib.checks.on_ranks import DTYPE, OF_DTYPES, TWO_DTYPES, OnRanks, Run, Trouble, told
+from course_lib.checks.on_ranks import (
+    DTYPE,
+    OF_DTYPES,
+    TWO_DTYPES,
+    WORLDS,
+    Run,
+    Trouble,
+    run_on,
+    told,
+)
 from course_lib.checks.properties import (
     CALLERS,
     DIGITS,
@@ -30,6 +39,7 @@ from course_lib.checks.properties import (
 )
 from course_lib.checks.watch import CHANGED, UNWAITED
 from course_lib.core import CourseError
+from course_lib.ranks import Ranks
 
 ROUNDING = {  # relative
     torch.float64: 1e-12,
@@ -65,20 +75,36 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByExample(OnRanks):
+class ByExample:
     """A check of an answer on ranks that compares it with the right answer, and with mistakes.
 
+    `observe_on_rank(rank, answer, **options)` returns the facets by step and name; `runs(p)` gives
+    the options of the runs on a world of p ranks.
     `facets` are compared in this order, floating-point numbers within `rtol` (default: rounding).
     Those in `equal` are pairs of a group and a value, which has to be the same in all of the group.
     `looks` has what to say where no planted mistake does the same, by facet, and by kind of
     trouble (`hang`, `mismatch`, `raised`), beyond LOOKS: it has to be true of any such answer.
     """
 
-    expect: Sequence[Any] = ()
+    observe_on_rank: Callable[..., Mapping[str, Any]]
     facets: Sequence[str]
+    success: str
+    worlds: Sequence[int] = WORLDS
+    runs: Callable[[int], Sequence[Mapping[str, Any]]] = lambda _world_size: ({},)
     rtol: float | None = None
     equal: Sequence[str] = ()
     looks: Sequence[tuple[str, Cause]] = ()
+
+    def observe(self, answer: Any) -> Iterator[Run]:
+        """Run the answer on each world in turn; yield what the ranks observed, run by run."""
+        for world_size in self.worlds:
+            with Ranks(world_size) as ranks:
+                for options in self.runs(world_size):
+                    yield self.run_on(ranks, answer, options)
+
+    def run_on(self, ranks: Ranks, answer: Any, options: Mapping[str, Any]) -> Run:
+        """Run the answer once on these ranks; return what they observed, or their trouble."""
+        return run_on(ranks, self.observe_on_rank, answer, options)
 
     def judge(self, observed: Iterable[Run], exercise: Exercise) -> str:
         """Compare each run with the right answer's; return the line of success."""

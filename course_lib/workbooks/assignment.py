@@ -242,7 +242,7 @@ def hidden_exercises(folder: Path) -> dict[str, Exercise]:
                 f"{path}: need the key of one of its exercises, {known}; got {key!r}."
             )
         if not isinstance(check, Check):
-            raise CourseError(f"{path}: need Cases or OnRanks for {key}; got {check!r}.")
+            raise CourseError(f"{path}: need Cases or ByExample for {key}; got {check!r}.")
         found[key] = replace(find_exercise(key), check=check)
     return found
 

@@ -24,7 +24,6 @@ NOTHING = ast.Tuple([], ast.Load())
 # the arguments that only judge, by the class that takes them, and what replaces them
 JUDGING: Arguments = {
     "Exercise": {"wrong": NOTHING, "reference": None, "mistakes": NOTHING},
-    "OnRanks": {"expect": NOTHING, "trouble": NOTHING},
     "ByExample": {"looks": NOTHING},
     "Cases": {"symptoms": NOTHING},
 }

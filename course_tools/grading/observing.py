@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.checks.exercise import Check, CheckFailed, explained, find_exercise
-from course_lib.checks.on_ranks import OnRanks
+from course_lib.checks.judge import ByExample
 from course_lib.checks.right_answer import assignment_here
 from course_lib.core import Event
 from course_lib.ranks import Ranks
@@ -48,7 +48,7 @@ def wait_for_ranks() -> None:
 
 def observe(check: Check, answer: Any) -> Iterator[Any]:
     """Observe an answer; on ranks, hold the events to what the recorder noted."""
-    if isinstance(check, OnRanks):
+    if isinstance(check, ByExample):
         check = replace(check, observe_on_rank=partial(with_all_events, check.observe_on_rank))
     return check.observe(answer)
 

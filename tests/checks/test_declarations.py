@@ -1,11 +1,10 @@
-"""Cases, OnRanks, Edit: what they accept, what they reject, and which cause they tell."""
+"""Cases, ByExample, Edit: what they accept, what they reject, and which cause they tell."""
 
 import itertools
 import pickle
 import resource
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,31 +20,18 @@ from course_lib.checks import (
     find_exercise,
     right_answer,
 )
-from course_lib.checks.cases import Cases, alike, plain
+from course_lib.checks.cases import NO_RESULT, Cases, alike, plain
 from course_lib.checks.edits import Own, edited
 from course_lib.checks.exercise import NotJudged, Stopped, TooLong, failed
-from course_lib.checks.expectations import (
-    DIGITS_LOST,
-    DTYPE,
-    NO_RESULT,
-    SHAPE,
-    Bytes,
-    Calls,
-    Demand,
-    Numbers,
-    OnlyKinds,
-    Traffic,
-    Untouched,
-)
-from course_lib.checks.on_ranks import ENDLESS, At, OnRanks, Run, Trouble, watch
-from course_lib.core import CourseError, Event
+from course_lib.checks.judge import ByExample
+from course_lib.checks.on_ranks import ENDLESS, Run, Trouble
+from course_lib.checks.watch import ALWAYS, ORDER, Watch
+from course_lib.core import CourseError
 from course_lib.core.errors import MachineError
 from course_lib.ranks import Ranks
 from course_lib.ranks.job import RankJob
 
 SUMMED = Cause("{p} times too large: summed.")
-OVERWRITTEN = Cause("It belongs to the caller: work on a clone.")
-HUNG = Cause("Not every rank makes the call.")
 
 
 # --- causes and edits
@@ -244,99 +230,35 @@ def test_plain_values_are_shown():
 
 
 def observe(rank, answer, shift=0.0):
-    x = torch.arange(3.0).double() + 10**rank + shift
-    return {"3 numbers": watch(answer, x, x=x)}
+    watch, x = Watch(), torch.arange(3.0).double() + 10**rank + shift
+    with watch.step("3 numbers", x=x) as step:
+        step.show(mean=answer(x))
+    return watch.seen
 
 
-def total(at):
-    shift = at.options.get("shift", 0.0)
-    return sum(torch.arange(3.0).double() + 10**rank + shift for rank in range(at.world_size))
+def mean(x):
+    y = x.clone()
+    dist.all_reduce(y)
+    return y / dist.get_world_size()
 
 
 MEAN = Exercise(
     key="toy-2",
     title="mean",
-    reference=None,
-    check=OnRanks(
+    reference=mean,
+    check=ByExample(
         observe_on_rank=observe,
         worlds=(2,),
         runs=lambda _p: ({}, {"shift": 1.0}),
-        trouble=(("hang", "", HUNG),),
-        expect=(
-            Untouched(OVERWRITTEN),
-            Numbers(
-                "value",
-                lambda at: total(at) / at.world_size,
-                rtol=1e-12,
-                causes=((SUMMED, total),),
-                look=Cause("Count."),
-            ),
-            OnlyKinds(("all_reduce",), HUNG),
-            Calls(lambda at: [("all_reduce", 24)], other_kind=HUNG, look=Cause("One call.")),
-            Traffic(HUNG, max_messages=lambda at: 0),
-        ),
+        facets=(*ALWAYS, ORDER, "mean"),
         success="The mean.",
     ),
+    wrong=(Own(lambda x: mean(x) * 2, SUMMED),),
 )
-
-
-def mean(x, then=lambda y: y):
-    y = x.clone()
-    dist.all_reduce(y)
-    return then(y / dist.get_world_size())
 
 
 def test_a_right_answer_passes_on_ranks():
     assert MEAN.verdict(mean) == "The mean."
-
-
-def overwrites(x):
-    dist.all_reduce(x)
-    return x / dist.get_world_size()
-
-
-def hangs(x):
-    return mean(x) if dist.get_rank() else x
-
-
-def calls_twice(x):
-    mean(x)
-    return mean(x)
-
-
-def gathers(x):
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x)
-    return torch.stack(parts).mean(0)
-
-
-@pytest.mark.parametrize(
-    ("answer", "cause", "says"),
-    [
-        (overwrites, OVERWRITTEN, "rank 0 of 2, 3 numbers: x has changed"),
-        (lambda x: mean(x) * 2, SUMMED, "2 times too large: summed."),
-        (lambda x: mean(x).float(), DTYPE, "need dtype float64; got float32"),
-        (lambda x: mean(x)[:2], SHAPE, "need shape [3]; got [2]"),
-        (lambda x: mean(x).float().double() + 1e-7, DIGITS_LOST, "off by"),
-        (lambda x: mean(x) and None, NO_RESULT, "got None"),
-        (lambda x: mean(x) + 1, Cause("Count."), "Count."),
-        (hangs, HUNG, "on 2 ranks, your ranks wait for each other. Not every rank"),
-        (
-            calls_twice,
-            Cause("One call."),
-            "calls all_reduce of 24, 24 bytes; need all_reduce of 24",
-        ),
-        (gathers, HUNG, "calls all_gather; this exercise is for all_reduce"),
-    ],
-)
-def test_a_wrong_answer_is_named_on_ranks(answer, cause, says):
-    def then_none(x):
-        mean(x)
-
-    with pytest.raises(CheckFailed) as caught:
-        MEAN.verdict(then_none if "got None" in says else answer)
-    assert says in str(caught.value)
-    assert caught.value.cause == cause
 
 
 def test_a_stub_on_ranks_is_not_done():
@@ -351,48 +273,6 @@ def test_what_ranks_observed_can_be_judged_in_another_process():
     observed = pickle.loads(pickle.dumps(list(MEAN.check.observe(lambda x: mean(x) * 2))))
     with pytest.raises(CheckFailed, match="2 times too large"):
         MEAN.check.judge(observed, MEAN)
-
-
-def seen_once(**seen):
-    """One rank's observation, without a run."""
-    return At(Run(1, {}, [{"step 1": SimpleNamespace(**seen)}]), 0, "step 1")
-
-
-def call(kind, num_bytes):
-    return Event(kind=kind, rank=0, num_bytes=num_bytes, start_s=0, end_s=1)
-
-
-@pytest.mark.parametrize(
-    ("expectation", "right", "wrong", "says"),
-    [
-        (
-            Traffic(HUNG, max_messages=lambda at: 1),
-            {"events": [call("send", 8), call("recv", 8)]},
-            {"events": [call("send", 4), call("send", 4)]},
-            "rank 0 of 1, step 1: sends 2 messages; the budget is 1. Not every rank",
-        ),
-        (
-            Traffic(HUNG, max_bytes=lambda at: 8),
-            {"events": [call("send", 8)]},
-            {"events": [call("send", 9)]},
-            "sends 9 bytes; the budget is 8",
-        ),
-        (Bytes("kept", lambda at: 8, HUNG), {"kept": 8}, {"kept": 9}, "it keeps 9 bytes; need at"),
-        (
-            Demand(lambda at: at.seen.early, lambda at: f"late at {at.rank}", HUNG),
-            {"early": True},
-            {"early": False},
-            "late at 0. Not every rank",
-        ),
-        (Untouched(), {"changed": ()}, {"changed": ("x", "y")}, "x and y has changed"),
-    ],
-)
-def test_an_expectation_holds_at_its_bound_and_not_beyond(expectation, right, wrong, says):
-    expectation(seen_once(**right))
-    with pytest.raises(CheckFailed) as caught:
-        expectation(seen_once(**wrong))
-    assert says in str(caught.value)
-    assert caught.value.cause == expectation.cause
 
 
 # --- the limit
@@ -526,14 +406,14 @@ DTYPES = (
 @pytest.mark.parametrize("said", DTYPES)
 @pytest.mark.parametrize("key", ["fsdp-1", "fsdp-4", "tensor_parallel-1", "tensor_parallel-6"])
 def test_two_dtypes_in_a_call_are_told_as_that(key, said):
-    trouble = Trouble("raised", {0: ("RuntimeError", said)}, (), (), said)
+    trouble = Trouble("raised", {0: ("RuntimeError", said)}, said)
     one = find_exercise(key)
     with pytest.raises(CheckFailed, match=r"dtype.*(new_empty|given)"):
         one.check.judge([Run(2, {}, trouble=trouble)], one)
 
 
 def test_a_rank_whose_memory_is_full_is_asked_for_a_loop():
-    trouble = Trouble("raised", {0: ("MemoryError", "")}, (), (), "rank 0 raised MemoryError")
+    trouble = Trouble("raised", {0: ("MemoryError", "")}, "rank 0 raised MemoryError")
     with pytest.raises(CheckFailed) as caught:
         MEAN.check.judge([Run(2, {}, trouble=trouble)], MEAN)
     assert caught.value.cause == ENDLESS

@@ -20,7 +20,7 @@ from course_lib.checks import (
     find_exercise,
 )
 from course_lib.checks.expect import on_ranks
-from course_lib.checks.on_ranks import OnRanks
+from course_lib.checks.judge import ByExample
 from course_lib.core import CourseError
 from course_lib.ranks import Ranks
 
@@ -60,7 +60,7 @@ def planted() -> Iterator[Any]:
                 marks.append(pytest.mark.nightly)
             else:
                 causes.append(wrong.cause)
-                quick, in_ci = MOST_ON_RANKS if isinstance(one.check, OnRanks) else MOST
+                quick, in_ci = MOST_ON_RANKS if isinstance(one.check, ByExample) else MOST
                 if len(causes) > quick:
                     is_late = len(causes) > in_ci or one.key.startswith(ALONE)
                     marks.append(pytest.mark.nightly if is_late else pytest.mark.ci)
@@ -99,7 +99,7 @@ def worlds():
 @pytest.fixture
 def kept_worlds(worlds, monkeypatch, one):
     if not one.key.startswith(ALONE):
-        monkeypatch.setattr("course_lib.checks.on_ranks.Ranks", worlds)
+        monkeypatch.setattr("course_lib.checks.judge.Ranks", worlds)
 
 
 @pytest.mark.usefixtures("kept_worlds")

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from course_lib.checks.cases import Cases
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import Calls, Numbers, Traffic
-from course_lib.checks.on_ranks import OnRanks, watch
+from course_lib.checks.judge import ByExample
+from course_lib.checks.watch import ORDER, Watch
 
 DIFFERENCE = Cause("Subtracted, not added.")
 SUMMED = Cause("Those are sums: divide by the number of ranks.")
@@ -39,12 +39,10 @@ def _plain():
 
 
 def _observe(rank, answer):
-    x = torch.full((4,), 10.0**rank)
-    return {"4 numbers": watch(answer, x, x=x)}
-
-
-def _sum(at):
-    return torch.full((4,), sum(10.0**rank for rank in range(at.world_size)))
+    watch, x = Watch(), torch.full((4,), 10.0**rank)
+    with watch.step("4 numbers") as step:
+        step.show(mean=answer(x))
+    return watch.seen
 
 
 EXERCISES = (
@@ -68,14 +66,11 @@ EXERCISES = (
     Exercise(
         key="toy-3",
         title="mean",
-        check=OnRanks(
+        check=ByExample(
             observe_on_rank=_observe,
             worlds=(2,),
-            expect=(
-                Numbers("value", lambda at: _sum(at) / at.world_size, causes=((SUMMED, _sum),)),
-                Calls(lambda at: [("all_reduce", 16)], other_kind=Cause("One all_reduce does it.")),
-                Traffic(Cause("No messages are needed."), max_messages=lambda at: 0),
-            ),
+            facets=("mean", ORDER),
+            looks=((ORDER, Cause("One all_reduce does it.")),),
             success="The mean over 2 ranks.",
         ),
         wrong=(Edit(" / dist.get_world_size()", "", SUMMED),),

@@ -303,7 +303,7 @@ def test_hidden_cases_judge_what_the_check_does_not(own):
     [
         ("HIDDEN = 3", "need HIDDEN = "),
         ("HIDDEN = {'ddp-9': 1}", "hw1-1; got 'ddp-9'"),
-        ("HIDDEN = {'hw1-1': 1}", "need Cases or OnRanks for hw1-1; got 1"),
+        ("HIDDEN = {'hw1-1': 1}", "need Cases or ByExample for hw1-1; got 1"),
         ("1 / 0", "ZeroDivisionError"),
         ("def", "SyntaxError"),
     ],

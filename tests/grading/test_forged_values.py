@@ -12,7 +12,7 @@ import torch
 from course_lib.checks import CheckFailed
 from course_lib.checks.cases import Raised
 from course_lib.checks.exercise import Cause, find_exercise
-from course_lib.checks.on_ranks import Observed, Run
+from course_lib.checks.on_ranks import Run
 from course_lib.checks.right_answer import at_work_in
 from course_lib.core import CourseError
 from course_tools.grading.judge import LATE, Judge, judge
@@ -151,26 +151,10 @@ def test_values_of_much_memory_are_wrong_and_the_next_are_judged(toy):
         asked.close()
 
 
-def mean_runs(value, events):
-    """Return what the right answer of toy-3 shows, with these values and events."""
-    seen = Observed(value, value, events)
-    return [Run(2, {}, [{"4 numbers": seen}, {"4 numbers": seen}])]
-
-
 def test_runs_that_show_less_than_the_right_answer_are_wrong(toy):
     out, right = toy.folder / "out", toy.folder / "right"
-    call = course(
-        "core.records:Event",
-        rank=0,
-        kind="all_reduce",
-        start_s=0.0,
-        end_s=1.0,
-        num_bytes=16,
-        label="",
-        peer=None,
-        group=kind("tuple", [0, 1]),
-    )
-    honest = mean_runs(torch.full((4,), 5.5), [from_plain(call)])
+    step = {"mean": torch.full((4,), 5.5), "order": ["all_reduce of 16 bytes", "wait"]}
+    honest = [Run(2, {}, [{"4 numbers": step}] * 2)]
     for path in (out / "toy-3.pt", right / "toy-3.pt"):
         write_data(honest, path)
     assert judge("toy-3", toy.home, out, right).status == "right"
@@ -182,8 +166,8 @@ def test_runs_that_show_less_than_the_right_answer_are_wrong(toy):
         [replace(run, world_size=1, by_rank=[{}])],
         [replace(run, options={"easy": True})],
         [run, run],
-        [replace(run, by_rank=[{"4 numbers": one["4 numbers"], "more": one["4 numbers"]}
-                               for one in run.by_rank])],
+        [replace(run, by_rank=[{"4 numbers": {}}] * 2)],
+        [replace(run, by_rank=[{"4 numbers": step, "more": step}] * 2)],
         ["right"],
     ):  # fmt: skip
         write_data(less, out / "toy-3.pt")

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.checks.cases import NO_RESULT, Raised
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
-from course_lib.checks.expect import difference
-from course_lib.checks.expectations import DTYPE, SHAPE
+from course_lib.checks.expect import DTYPE, SHAPE, difference
 from course_lib.checks.limits import little_memory
 from course_lib.checks.properties import CALLERS, TRAINS
 from course_lib.checks.watch import CHANGED, changes, state_of

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import KEEPS
+from course_lib.checks.expect import KEEPS
 from course_lib.checks.judge import ByExample
 from course_lib.checks.properties import (
     CALLERS,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course_lib.checks.cases import NO_RESULT
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import NO_RESULT
 from course_lib.checks.judge import ByExample
 from course_lib.checks.properties import CALLERS, EVERY_RANK, NAN, NOT_WAITED, REDUCES
 from course_lib.checks.watch import CHANGED, OVERWRITTEN, UNWAITED, Watch
