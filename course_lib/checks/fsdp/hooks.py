@@ -63,7 +63,7 @@ KEEPS_BUFFER = Cause(
 LEFT = Cause("Who holds whole gradients: an attribute, a list, a view?")
 
 
-class Tied(nn.Module):
+class TiedPair(nn.Module):
     """Three layers; the first two have one weight, which backward needs twice.
 
     The last one is the first by name, so that neither end of the list gets its gradient last.
@@ -90,7 +90,7 @@ class Small(nn.Module):
         return torch.tanh(self.only(x[:, :1]))
 
 
-class Unit:
+class WatchedUnit:
     """The unit that the answer is given: free() fills its parameters with NaN."""
 
     def __init__(self, params: Sequence[nn.Parameter], watch: Watch) -> None:
@@ -141,7 +141,7 @@ class Unit:
         return [part[: shard.numel()].view_as(shard) for shard, part in parts]
 
 
-class Model:
+class WatchedModel:
     """A module with the answer's hooks: one unit, or two, of which one is its last layer."""
 
     def __init__(
@@ -154,7 +154,7 @@ class Model:
         parts = [self.module, *([self.module.get_submodule("last")] if nested else [])]
         inner = {*parts[1].parameters()} if nested else set()
         lists = ([x for x in self.params if (x in inner) is within] for within in (False, True))
-        self.units = [Unit(params, watch) for params in lists if params]
+        self.units = [WatchedUnit(params, watch) for params in lists if params]
         self.hooks = [answer(*pair) for pair in zip(parts, self.units, strict=True)]
         self.shards = [shard for unit in self.units for shard in unit.shards]
 
@@ -170,7 +170,7 @@ class Model:
 
 
 def passes(
-    rank: int, answer: Callable[..., Any], kind: type[nn.Module] = Tied, use: str = ""
+    rank: int, answer: Callable[..., Any], kind: type[nn.Module] = TiedPair, use: str = ""
 ) -> dict[str, Any]:
     """Train with three batches, the last one after a step of the optimizer, and evaluate.
 
@@ -179,8 +179,8 @@ def passes(
     """
     batches = [_batch(rank, number) for number in range(6)]
     with MemoryWatch() as watch:
-        model = Model(answer, watch, kind, use == "nested")
-        other = Model(answer, watch, Tied) if use == "beside" else model
+        model = WatchedModel(answer, watch, kind, use == "nested")
+        other = WatchedModel(answer, watch, TiedPair) if use == "beside" else model
         for numbers in [(0, 1)] if use == "twice" else [(0,), (1,), (2,)]:
             if 2 in numbers:
                 for unit in model.units:
@@ -211,7 +211,7 @@ def _batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
     return x.clone().requires_grad_(), above
 
 
-def _forward(watch: Watch, model: Model, x: Tensor, label: str) -> Tensor:
+def _forward(watch: Watch, model: WatchedModel, x: Tensor, label: str) -> Tensor:
     """Watch a forward."""
     with watch.step(f"{label}, forward", module=model.module, x=x) as step:
         out: Tensor = model.module(x)
@@ -222,7 +222,7 @@ def _forward(watch: Watch, model: Model, x: Tensor, label: str) -> Tensor:
 
 
 def _backward(
-    watch: Watch, model: Model, out: Tensor, x: Tensor, above: Tensor, label: str
+    watch: Watch, model: WatchedModel, out: Tensor, x: Tensor, above: Tensor, label: str
 ) -> None:
     """Watch a backward."""
     with watch.step(f"{label}, backward", module=model.module, shards=model.shards) as step:

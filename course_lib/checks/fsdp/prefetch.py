@@ -59,7 +59,7 @@ MORE_MEMORY = Cause(
 )
 
 
-class Unit:
+class FetchedUnit:
     """The unit that the answer is given: a shard always, memory for the whole while allocated.
 
     Units have different sizes, so that the bytes of a call say whose it is.
@@ -99,8 +99,8 @@ def train(
 ) -> dict[str, Any]:
     """Take two steps with other numbers; another object may take one during each."""
     with MemoryWatch() as watch:
-        units = [Unit(f"unit {n}", 8 + n, watch) for n in range(num_units)]
-        others = [Unit(f"the other's unit {n}", 50 + n, watch) for n in range(num_units + 1)]
+        units = [FetchedUnit(f"unit {n}", 8 + n, watch) for n in range(num_units)]
+        others = [FetchedUnit(f"the other's unit {n}", 50 + n, watch) for n in range(num_units + 1)]
         for unit in units:
             unit.peers = units
         engine, other = answer(units, reshard), answer(others, reshard) if beside else None
@@ -117,7 +117,12 @@ def train(
 
 
 def _step(
-    watch: Watch, label: str, engine: Any, units: list[Unit], other: Any, others: list[Unit]
+    watch: Watch,
+    label: str,
+    engine: Any,
+    units: list[FetchedUnit],
+    other: Any,
+    others: list[FetchedUnit],
 ) -> None:
     """Watch a step, in which the other object, if there is one, takes a step, too."""
     used, shards = list[Tensor](), [unit.shard for unit in units]
@@ -146,14 +151,14 @@ def _pass(engine: Any, num_units: int, compute: Callable[[str, int], None]) -> N
         engine.after_backward(number)
 
 
-def _state(step: Step, units: list[Unit]) -> str:
+def _state(step: Step, units: list[FetchedUnit]) -> str:
     """Return the numbers of the units that have memory, and of those that are on the way."""
     memory = [str(n) for n, unit in enumerate(units) if unit.has_memory]
     on_the_way = [str(n) for n, unit in enumerate(units) if unit.call in step.unwaited]
     return f"memory: {', '.join(memory) or 'none'}; on the way: {', '.join(on_the_way) or 'none'}"
 
 
-def _named(line: str, units: list[Unit]) -> str:
+def _named(line: str, units: list[FetchedUnit]) -> str:
     """Say of which unit a gather is."""
     for unit in units:
         line = line.replace(unit.call, f"gather of {unit.name}")
@@ -161,7 +166,7 @@ def _named(line: str, units: list[Unit]) -> str:
 
 
 @contextmanager
-def _marking(watch: Watch, units: list[Unit]) -> Iterator[None]:
+def _marking(watch: Watch, units: list[FetchedUnit]) -> Iterator[None]:
     """Mark a call that fills other memory than that of a unit."""
     start = TracedGroup.collective
 

@@ -100,7 +100,7 @@ SAME_SHAPE = Cause(
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineRun:
     """One step: its schedule, and what is special about its batch and its gradients."""
 
     make: Callable[[int, int], Schedule]
@@ -119,15 +119,17 @@ def _newest_first(p: int, m: int) -> Schedule:
 
 SHORT, LONG = "1F1B, 12 micro-batches, on top of earlier gradients", "1F1B, 32 micro-batches"
 SETUPS = {
-    "1F1B, 4 micro-batches": Setup(one_f_one_b, 4),
-    "GPipe, 3 micro-batches, the last one smaller": Setup(gpipe, 3, last_items=1),
-    "1F1B, 1 micro-batch": Setup(one_f_one_b, 1),
-    SHORT: Setup(one_f_one_b, 12, earlier=True),
-    LONG: Setup(one_f_one_b, 32),
-    "GPipe, 9 micro-batches": Setup(gpipe, 9),
-    "naive, 2 micro-batches of tokens, float32": Setup(naive, 2, tokens=True, dtype=torch.float32),
-    "GPipe, 5 micro-batches, backwards from the newest on": Setup(_newest_first, 5),
-    "1F1B, 3 micro-batches, a target of nan": Setup(one_f_one_b, 3, nan=True),
+    "1F1B, 4 micro-batches": EngineRun(one_f_one_b, 4),
+    "GPipe, 3 micro-batches, the last one smaller": EngineRun(gpipe, 3, last_items=1),
+    "1F1B, 1 micro-batch": EngineRun(one_f_one_b, 1),
+    SHORT: EngineRun(one_f_one_b, 12, earlier=True),
+    LONG: EngineRun(one_f_one_b, 32),
+    "GPipe, 9 micro-batches": EngineRun(gpipe, 9),
+    "naive, 2 micro-batches of tokens, float32": EngineRun(
+        naive, 2, tokens=True, dtype=torch.float32
+    ),
+    "GPipe, 5 micro-batches, backwards from the newest on": EngineRun(_newest_first, 5),
+    "1F1B, 3 micro-batches, a target of nan": EngineRun(one_f_one_b, 3, nan=True),
 }
 MAY_GROW = 10 * ITEMS * WIDTH * 8  # a message for half of the additional micro-batches
 
@@ -167,7 +169,7 @@ def _alive_bytes(step: Step, live: LiveStorages) -> int:
     return live.num_bytes()
 
 
-def _batch(setup: Setup, *, first: bool, last: bool) -> list[tuple[Tensor, Tensor]]:
+def _batch(setup: EngineRun, *, first: bool, last: bool) -> list[tuple[Tensor, Tensor]]:
     """Return the micro-batches, each with other numbers, as a first or last rank gets them."""
     random, batch = torch.Generator().manual_seed(setup.m), []
     for i in range(setup.m):
@@ -202,7 +204,7 @@ class SampleStage(nn.Module):
     other numbers in backward.
     """
 
-    def __init__(self, rank: int, setup: Setup) -> None:
+    def __init__(self, rank: int, setup: EngineRun) -> None:
         super().__init__()
         random, dtype = torch.Generator().manual_seed(rank), setup.dtype
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=random, dtype=dtype))
