@@ -1,7 +1,9 @@
 """FSDP in one short file: gather a unit, use it, free it, reduce its gradients.
 
-It says what a rank does, and nothing else. `fsdp.py` adds prefetching, mixed precision, frozen,
-tied and unused parameters, hybrid sharding, clipping and checkpoints. Notebook 10_fsdp.
+It says what a rank does, and nothing else. It shards a unit's parameters side by side, as FSDP1
+did; `fsdp.py` shards each parameter on its dim 0, as fully_shard does, and adds prefetching, mixed
+precision, frozen, tied and unused parameters, hybrid sharding, clipping, checkpoints. Notebook
+10_fsdp.
 """
 
 from collections.abc import Sequence

@@ -52,40 +52,43 @@ class WholePipeline:
             )
         self.begun = deque[tuple[Tensor, Tensor]]()  # micro-batches whose backward is to come
         self.sent = list[tuple[dist.Work, Tensor]]()  # nobody waits before the end: no deadlock
+        self.losses = list[Tensor]()
         # Phase 1, warm-up: as many forwards as there are stages behind this one
         warm_up = min(self.me.size - 1 - self.me.rank, m)
         pairs = zip(inputs, targets, strict=True)
-        losses = [self._forward(*pair, m) for pair in islice(pairs, warm_up)]
-        # Phase 2, steady state: one forward, one backward
+        for pair in islice(pairs, warm_up):
+            self._forward(*pair, m)
+        # Phase 2, steady state: one forward, one backward for each of the pairs that are left
         for pair in pairs:
-            losses.append(self._forward(*pair, m))
+            self._forward(*pair, m)
             self._backward()
         # Phase 3, cool-down: the backwards that are left
         for _ in range(warm_up):
             self._backward()
         for work, _ in self.sent:
             work.wait()
-        return torch.stack(losses).sum() if self.last else None
+        return torch.stack(self.losses).sum() if self.last else None
 
-    def _forward(self, x: Tensor, target: Tensor, m: int) -> Tensor:
+    def _forward(self, x: Tensor, target: Tensor, m: int) -> None:
         x = x if self.first else self._receive(self.me.rank - 1).requires_grad_()
         y = self.stage(x)
         if self.last:
             y = self.loss_of(y, target) / m
+            self.losses.append(y.detach())
         else:
             self._send(y.detach().contiguous(), self.me.rank + 1)
         self.begun.append((x, y))
-        return y.detach()
 
     def _backward(self) -> None:
         x, y = self.begun.popleft()
         y.backward(None if self.last else self._receive(self.me.rank + 1))
-        if not self.first and x.grad is not None:
-            self._send(x.grad, self.me.rank - 1)
+        if not self.first:
+            self._send(torch.zeros_like(x) if x.grad is None else x.grad, self.me.rank - 1)
 
     def _receive(self, source: int) -> Tensor:
         self.me.irecv(x := torch.empty_like(self.activation), source).wait()
         return x
 
     def _send(self, x: Tensor, to: int) -> None:
+        self.sent = [one for one in self.sent if not one[0].is_completed()]  # frees what has left
         self.sent.append((self.me.isend(x, to), x))

@@ -46,9 +46,11 @@ class WholeZeRO2:
             dist.broadcast(whole, self.member.global_rank(0), group)
             tensor.detach().copy_(whole)
         # A rank owns the same part of every parameter: the optimizer knows nothing else.
-        self.shards = [nn.Parameter(self._slots(x.detach())[self.member.rank]) for x in self.params]
+        slots = (self._slots(x.detach()) for x in self.params)
+        self.shards = [nn.Parameter(one[self.member.rank].clone()) for one in slots]
         self.optimizer = cls(self.shards, **options)
-        self.in_flight: dict[int, tuple[dist.Work, Tensor, Tensor]] = {}
+        self.own: dict[int, Tensor] = {}  # this rank's parts of the sums of gradients
+        self.in_flight: list[tuple[dist.Work, Tensor]] = []
         for number, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(partial(self._reduce, number))
 
@@ -61,28 +63,34 @@ class WholeZeRO2:
 
     def _reduce(self, number: int, param: Tensor) -> None:
         """Phase 1, in backward: send a gradient as soon as it is complete, and free it."""
-        if param.grad is None or number in self.in_flight:
+        if param.grad is None or number in self.own:
             raise CourseError(
                 f"WholeZeRO2: need one backward before each step; got a second gradient for "
                 f"{self.names[number]}, or none. Try step() first, or ZeRO2 of course_lib.zero."
             )
+        self._wait()  # one whole gradient is in flight at a time
         slots, param.grad = self._slots(param.grad), None
-        own = torch.empty_like(slots[0])
+        own = self.own[number] = torch.empty_like(slots[0])
         work = dist.reduce_scatter_single(
             own, slots.view(-1), group=self.member.group, async_op=True
         )
-        self.in_flight[number] = work, own, slots
+        self.in_flight.append((work, slots))
+
+    def _wait(self) -> None:
+        for work, _ in self.in_flight:
+            work.wait()
+        self.in_flight.clear()
 
     @torch.no_grad()
     def step(self) -> None:
         """Step this rank's shards, and give all ranks the new parameters."""
-        missing = [name for n, name in enumerate(self.names) if n not in self.in_flight]
+        missing = [name for n, name in enumerate(self.names) if n not in self.own]
         require_gradients(missing, "WholeZeRO2.step", "backward() before step()")
         # Phase 2: the mean of this rank's part of each gradient; the optimizer steps
-        for number, (work, own, _) in self.in_flight.items():
-            work.wait()
+        self._wait()
+        for number, own in self.own.items():
             self.shards[number].grad = own.div_(self.member.size)
-        self.in_flight.clear()
+        self.own.clear()
         self.optimizer.step()
         self.optimizer.zero_grad()
         # Phase 3: gather the parameters

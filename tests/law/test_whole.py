@@ -28,7 +28,9 @@ class OneFileZeRO2(Replicas):
         return self.zero.optimizer
 
     def finish(self):
-        """Nothing is left to finish."""
+        """At most one whole gradient is in flight, and no part keeps a whole parameter alive."""
+        assert len(self.zero.in_flight) <= 1
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in self.zero.shards)
 
     def step(self):
         self.zero.step()
