@@ -18,12 +18,15 @@
 # |---|---|---|
 # | $N$ | `num_params` | parameters |
 # | $L$ | `num_layers` | layers |
-# | $h$ | `hidden` | hidden size: numbers per token between layers (the residual stream) |
+# | $h$ | `hidden` | hidden size: numbers per token between layers |
 # | $f$ | `ffn_hidden` | size of the MLP's inner layer, often $4h$ |
 # | $a$ | `num_heads` | attention heads |
 # | $V$ | `vocab` | tokens in the vocabulary |
 # | $b$ | `batch` | sequences in a micro-batch (one forward pass) |
 # | $s$ | `seq` | tokens in a sequence |
+#
+# The *residual stream* is the tensor of $h$ numbers per token that passes from layer to layer;
+# attention and MLP each add their output to it.
 #
 # Memory is reported in GiB ($2^{30}$ bytes), and rates in powers of ten. A GPU that is sold with
 # "80 GB" has about 80 GiB. A number in fp32 takes 4 bytes; in bf16 or fp16 it takes 2.
@@ -111,7 +114,8 @@ check("memory-1", count_gpt)
 # <code>param_parts(gpt2)</code>. Do you count biases and norms?</details>
 #
 # **A GPT with an MLP of $4h$, with keys and values for every head, and with a tied output matrix
-# has about $12Lh^2+Vh$ parameters. An untied output matrix adds $Vh$.**
+# has about $12Lh^2+Vh$ parameters. An untied output matrix adds $Vh$.** (In some models several
+# heads share keys and values; section 4.)
 #
 # ## 2 What each parameter costs
 #
@@ -145,15 +149,16 @@ for billions in (1, 7, 70, 405):
 print("", state_rows(GPT(MODELS["small"])), sep="\n")
 
 # %% [markdown]
-# Three quarters of the model states belong to the optimizer. The second column of the first table
-# adds a gradient *accumulator*: a sum of the gradients in fp32 beside the bf16 gradients, so that
-# adding up many micro-batches loses nothing to rounding. Other recipes drop the bf16 gradients, or
-# hold everything in fp32, or hold everything in bf16 (*pure* bf16).
+# Three quarters of the model states belong to the optimizer. In the lines for 1B to 405B, the
+# number after "with an accumulator" adds 4 bytes per parameter for a gradient *accumulator*: a
+# sum of the gradients in fp32 beside the bf16 gradients, so that adding up many micro-batches
+# loses nothing to rounding. Other recipes drop the bf16 gradients, or hold everything in fp32, or
+# hold everything in bf16 (*pure* bf16).
 #
-# The second table shows optimizers that save memory. *8-bit Adam* stores each moment in one byte
-# (Dettmers et al. 2022, section 2.1). *Adafactor* replaces the second moment of a matrix by the
-# sums of its rows and columns (Shazeer and Stern 2018, section 3). *Muon* keeps one momentum
-# instead of two moments for the matrices of the layers (Jordan et al. 2024).
+# The table below these lines shows optimizers that save memory. *8-bit Adam* stores each moment
+# in one byte (Dettmers et al. 2022, section 2.1). *Adafactor* replaces the second moment of a
+# matrix by the sums of its rows and columns (Shazeer and Stern 2018, section 3). *Muon* keeps one
+# momentum instead of two moments for the matrices of the layers (Jordan et al. 2024).
 
 # %% tags=["picture"]
 show(*pictures.states_by_recipe(count_params(llama)))
@@ -222,9 +227,11 @@ print("kept:", *kept)
 #
 # Measure the bytes that autograd keeps. It calls `pack(tensor)` for each tensor that an operation
 # saves, and keeps what `pack` returns. Views share the **storage** of their tensor, and even a
-# small view keeps all of it alive: count each storage once, in full. `tensor.untyped_storage()` has
-# an address, `data_ptr()`, and a size, `nbytes()`. Leave out storages whose address is in `skip`.
-# For `gelu(x @ w)` above, with `[x, w]` as `params`, the result is 8,192.
+# small view keeps all of it alive: count each storage once, in full. `tensor.untyped_storage()`
+# has an address, `data_ptr()`, and a size, `nbytes()`. You write only `pack`. It enters each new
+# storage into `kept` (address: bytes), except those in `skip`, the addresses of `params`, and
+# returns the tensor unchanged. For `gelu(x @ w)` above, with `[x, w]` as `params`, the result is
+# 8,192.
 #
 # <details><summary>Hint: I count a tensor twice, or a parameter</summary>
 # A view may start at another address. Which address do all views of one tensor share?</details>
@@ -280,16 +287,20 @@ check("memory-3", weigh)
 # | dropout | a mask, one byte per number | which numbers were dropped |
 # | sum | nothing | nothing: its gradient is passed on |
 #
+# (A norm also saves one or two numbers per token, such as the mean and the scale. Ignore them.)
+# In *grouped-query attention* (GQA, Ainslie et al. 2023), several heads share keys and values: k
+# and v have only `spec.kv_hidden` numbers per token.
+#
 # ### Exercise 4 (core): the bytes of a layer
 #
 # *Difficulty 4 of 5, importance 5 of 5, about 20 minutes and 8 lines.*
 #
-# Derive the bytes that this layer saves, as a dict of ints: `norms` (their inputs), `attention`
-# (what products of steps 1 to 3 save, without scores), `scores` (what step 2 saves with one number
-# per pair of tokens), `mlp` (step 4, first to last product) and `masks` (steps 3 and 4). A number
-# takes `number_bytes`, in a mask 1 byte. With *grouped-query attention* (GQA, Ainslie et al. 2023)
-# heads share keys and values: k and v have `spec.kv_hidden` numbers per token. Ignore the norms'
-# statistics.
+# Return the bytes that this layer saves, as a dict of ints. `norms`: their inputs. `attention`:
+# what products of steps 1 to 3 save, without scores. `scores`: all that step 2 saves with one
+# number per head and pair of tokens, its mask included. `mlp`: what step 4 saves from its first
+# to its last product, GELU included. `masks`: the two dropout masks of steps 3 and 4. A number
+# takes `number_bytes`, in a mask 1 byte. Example in bf16: one token, one head, $h=2$, $f=8$ gives
+# norms 8, attention 20, scores 5, mlp 36, masks 4.
 #
 # <details><summary>Hint: attention is too large</summary>
 # q, k and v are three products, but of how many different tensors? Softmax's output is part of the
@@ -339,15 +350,19 @@ show(*pictures.layer_tensors(gpt2, batch=8, seq=1024))
 # **The 34 is not universal: it counts this layer. If you change an operation, count again.**
 #
 # A Llama 3 layer is such a change. It has GQA and no dropout, and its MLP is a *SwiGLU* (Shazeer
-# 2020), which has three matrices: $(\text{silu}(xW_g)\cdot{}xW_u)W_d$. Computed as separate
-# operations, it saves four tensors of $f$ numbers per token: $xW_g$, its silu, $xW_u$ and their
-# product. With flash attention (explained below) no scores are saved. If the norms save only
-# their bf16 input, the layer saves
+# 2020), which has three matrices: $(\text{silu}(xW_g)\cdot{}xW_u)W_d$, where silu is an
+# activation function like GELU. Computed as separate operations, it saves four tensors of $f$
+# numbers per token: $xW_g$, its silu, $xW_u$ and their product. With flash attention (explained
+# below) no scores are saved. If the norms save only their bf16 input, the layer saves
 #
 # $$ sbh\left(12 + 4\,\frac{\text{kv hidden}}{h} + 8\,\frac{f}{h}\right) \text{ bytes,} $$
 #
-# which is $41\,sbh$ for Llama 3 8B. The 12 are the inputs of two norms, of q, k, v, of `out` and of
-# the MLP, and q. (PyTorch's RMSNorm can save more than its input; we measure with LayerNorm.)
+# which is $41\,sbh$ for Llama 3 8B. Here *kv hidden* is the number of values per token in k (or
+# in v). The 12 stands for six tensors of $h$ numbers per token, 2 bytes each: the inputs of the
+# two norms, the common input of q, k and v, the input of `out`, the input of the MLP, and q
+# itself. (PyTorch's RMSNorm can save more than its input; we measure with LayerNorm.)
+#
+# In general a layer saves $sbh(c+d\,as/h)$ bytes; the GPT layer above has $c=34$ and $d=5$.
 
 # %% tags=["check"]
 from course_lib.memory import layer_coefficients
@@ -415,8 +430,9 @@ saved = {
 show(*pictures.saved_by_sequence(seqs, saved))
 
 # %% [markdown]
-# **Without recompute, a GPT or Llama layer saves $sbh(c+d\,as/h)$ bytes. The constants $c$ and $d$
-# depend on the layer's operations and their precision; with flash attention, $d$ is zero.**
+# **If no layer is computed a second time (lesson 03), a GPT or Llama layer saves $sbh(c+d\,as/h)$
+# bytes. The constants $c$ and $d$ depend on the layer's operations and their precision; with
+# flash attention, $d$ is zero.**
 #
 # *A good place for a break.*
 #
@@ -467,7 +483,8 @@ for kind, held in played.bytes_by_kind.items():
 # %% [markdown]
 # Look at one step in the picture. Activations (blue) grow during forward. During backward they
 # shrink, layer by layer, while gradients grow. Here the peak is at the start of backward: all
-# activations are there, and no gradients yet.
+# activations are there, and no gradients yet. (Picture and formula leave out *temporary tensors*,
+# which exist only while one operation runs, for example a gradient that is passed on at once.)
 #
 # **The peak can also be later.** If a layer has larger gradients than activations, as with few
 # tokens, each layer's backward adds more than it frees, and memory still grows *during* backward.
@@ -546,9 +563,11 @@ losses.clear()
 #   are divided, too.
 #
 # The picture shows the peak of Llama 3 8B on one rank, for one sequence of 4,096 tokens, without
-# temporary tensors. The calculator below it lets you combine the methods: each of `dp` ranks runs
-# `batch` sequences, `tp` divides matrices, `pp` layers, and `cp` the sequence. In a terminal,
-# `course memory` takes the same options. *Find two more ways to make llama-8b fit.*
+# temporary tensors. The calculator below it lets you combine the methods: `dp` is the number of
+# copies of the model, and each copy runs `batch` sequences; `tp` is the number of ranks that
+# share each matrix, `pp` the number that share the layers, `cp` the number that share each
+# sequence. In a terminal, `course memory` takes the same options. *Find two ways to make llama-8b
+# fit that are not in the picture.*
 
 # %% tags=["picture"]
 from course_lib.memory.explorer import calculator

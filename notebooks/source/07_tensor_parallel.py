@@ -48,11 +48,12 @@ from course_lib.tensor_parallel import copy_to_region, pictures, reduce_from_reg
 # too large for a GPU, or if a single sequence already takes too long. Tensor parallelism therefore
 # splits the matrices themselves.
 #
-# Take an MLP, $Y = \text{GELU}(XA)\,B$. One matrix can be split over $p$ ranks in two ways:
+# Take an MLP, $Y = \text{GELU}(XA)\,B$, and call the input of its second matrix $Z =
+# \text{GELU}(XA)$. One matrix can be split over $p$ ranks in two ways:
 #
 # - By **columns**: rank $r$ holds some columns $A_r$. From the whole $X$ it computes $XA_r$, which
 #   are some *complete* columns of the product.
-# - By **rows**: rank $r$ holds some rows $B_r$. It needs only the matching columns $Z_r$ of the
+# - By **rows**: rank $r$ holds some rows $B_r$. It needs only the matching columns $Z_r$ of its
 #   input, but $Z_r B_r$ is only a *partial sum*. The product is $\sum_r Z_r B_r$.
 #
 # We split $A$ by columns and $B$ by rows. How many collectives do 4 ranks need in forward?
@@ -213,10 +214,10 @@ check("tensor_parallel-1", together)
 # *Difficulty 3 of 5, importance 5 of 5, about 15 minutes.*
 #
 # This is the MLP of Megatron-LM. Copy this rank's part of two whole `nn.Linear` into the four
-# parameters that the docstring names, and compute forward, in about 8 lines. `weight` is stored as
-# `[out, in]`: *columns of A are rows of* `up.weight`. Example: of 7 hidden units on 4 ranks, rank 1
-# keeps units 2 and 3, and rank 3 only unit 6. Budget: one all-reduce of an activation in each pass;
-# no memory for other ranks' parts.
+# parameters that the docstring names, and compute forward, in about 8 lines. `weight` is stored
+# as `[out, in]`: *columns of A are rows of* `up.weight`. Example: of 7 inner values on 4 ranks,
+# rank 1 keeps values 2 and 3, and rank 3 only value 6. Budget: one all-reduce of an activation in
+# each pass; no memory for other ranks' parts.
 #
 # <details><summary>Hint: the output is off by a constant</summary>
 # A bias that is added before the sum is added $p$ times. Where does the bias of <code>down</code>
@@ -338,8 +339,8 @@ check("tensor_parallel-3", rows_of_rank)
 #
 # <details><summary>Hint: the maximum</summary>
 # <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, detached: it cancels out, so it needs no
-# gradient. Without a maximum, exp can overflow; with one for all tokens, a token's exps can all be
-# 0.
+# gradient. Without a maximum, exp can overflow. Use one maximum per token. With a single maximum
+# for all tokens together, all exps of some token can become 0.
 # </details>
 # <details><summary>Hint: the target is on another rank</summary>
 # With <code>local = targets - first</code>, the target is here if <code>(local >= 0) & (local <
@@ -440,10 +441,11 @@ print(f"100 steps in float64: the losses differ by at most {max(apart):.1e}")
 # sum are whole on every rank, so its part is a little more than $1/p$.
 #
 # And what does it send? The tiny GPT has 2 layers. In each layer, attention and MLP both need one
-# all-reduce in forward (g) and one in backward (f), so a layer has four. The embedding adds one in
-# forward (g), and the output layer one in backward (f). The loss adds two: one for the maximum, and
-# one that carries both sums. `cost.tensor_traffic` writes this list down; the next cell compares it
-# with what the ranks have sent.
+# all-reduce in forward (g) and one in backward (f), so a layer has four. The embedding adds one
+# in forward (g), and the output layer one in backward (f). The loss needs one for the maximum,
+# and then the sums. The course's loss puts the two sums into one tensor, so it needs two
+# all-reduces, where exercise 4 may use three. `cost.tensor_traffic` writes this list down; the
+# next cell compares it with what the ranks have sent.
 
 # %%
 BATCH = next_tokens(token_batch(0, batch=2, seq=64, vocab=256))
@@ -515,9 +517,10 @@ for name in ["this course"] + ["Megatron-Core"] * (not missing("megatron.core"))
 # them on its own.
 #
 # All ranks hold the residual stream, so dropout must draw *the same* mask for it on all of them.
-# The heads of attention are split. Here the masks must differ, because one process would also draw
-# another mask for each head. So let each rank start with a *different* seed. Are the weights of the
-# norms, which both ranks hold, still equal after 5 steps?
+# The heads of attention are split. Here the masks must differ, because one process would also
+# draw another mask for each head. Suppose that we try the simplest way: each of two ranks starts
+# with a *different* seed. Are the weights of the norms, which both hold, still equal after 5
+# steps?
 
 # %% tags=["predict"]
 guess_alike = predict("different seeds: are the norms still the same?", choices=("yes", "no"))
@@ -643,13 +646,15 @@ print(f"8 H100 at their peak, over NVLink: communication takes longer below h = 
 show(*pictures.width_picture())
 
 # %% [markdown]
-# At half the peak, half this $h$ is enough. NVIDIA's models (16B to 462B) lie above NVLink's line,
-# but below the lines of PCIe and of one InfiniBand adapter: at the peak, their ranks would
-# communicate longer than they compute over these links.
+# A GPU that reaches only half its peak computes twice as long, so half this $h$ is enough for
+# computation to take longer. The stars are published runs: NVIDIA's models (16B to 462B), and the
+# 3B model of Tazi et al. (2025). NVIDIA's lie above NVLink's line, but below the lines of PCIe
+# and of one InfiniBand adapter: at the peak, their ranks would communicate longer than they
+# compute over these links.
 #
-# The 3B model of Tazi et al. (2025; $h=3072$ in nanotron) lies near NVLink's line at $p=8$, which
-# is one node. On 16 ranks the all-reduces have to cross two nodes. Of the tokens/s per GPU on 8
-# ranks, what fraction is left on 16?
+# The 3B model ($h=3072$ in nanotron) lies near NVLink's line at $p=8$, which is one node. On 16
+# ranks the all-reduces have to cross two nodes. Of the tokens/s per GPU on 8 ranks, what fraction
+# is left on 16?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")
@@ -668,8 +673,9 @@ show(*pictures.h100_picture(h100))
 # Narayanan et al. (2021, section 3.2) advise tensor parallelism inside a node, and pipeline
 # parallelism across nodes.
 #
-# Splitting also frees memory, which can hold more sequences. They share the latency, but the bytes
-# grow with them. Compare one sequence with $p$ sequences:
+# Splitting also frees memory. The freed memory can hold more sequences. The number of messages
+# stays the same, so all sequences together pay the latency once. But the bytes grow with the
+# number of sequences. Compare one sequence with $p$ sequences:
 
 # %% tags=["picture"]
 from course_lib.tensor_parallel.explorer import degree_explorer
@@ -677,8 +683,8 @@ from course_lib.tensor_parallel.explorer import degree_explorer
 degree_explorer()
 
 # %% [markdown]
-# **Keep tensor parallelism among GPUs that NVLink connects, and use another axis (pipeline or data)
-# across slower links.**
+# **Keep tensor parallelism among GPUs that NVLink connects, and use pipeline parallelism (lesson
+# 08) or data parallelism (lesson 05) across slower links.**
 #
 # ## 8 Sequence parallelism
 #
@@ -719,10 +725,11 @@ show(*pictures.sequence_region(4))
 # *Difficulty 4 of 5, importance 4 of 5, about 15 minutes.*
 #
 # Each rank holds $\lceil s/p \rceil$ tokens, in rank order; the last ones may be padding. Write
-# both collectives, and put them around `part`: about 10 lines that divide the activations of norms
-# by $p$. Example: of 3 tokens on 2 ranks, rank 1 holds one token and one of padding. `part` gets
-# the 3 tokens. In the output and in the gradient of x, padding is zero. Budget: one all-gather and
-# one reduce-scatter in each pass.
+# both collectives, and put them around `part`, a function that is called on the gathered tokens.
+# `Boundary.apply(x, function, adjoint)` returns `function(x)`; in backward it passes on
+# `adjoint(grad)`. About 10 lines. Example: of 3 tokens on 2 ranks, rank 1 holds one token and one
+# of padding, and `part` gets the 3 tokens. In the output and in the gradient of x, padding is
+# zero. Budget: one all-gather and one reduce-scatter in each pass.
 #
 # <details><summary>Hint: the wrong tokens</summary>
 # Collectives on one tensor concatenate along dim 0; tokens are dim 1. Parts must be
@@ -805,8 +812,10 @@ check("tensor_parallel-6", in_region)
 #
 # - **Keep it.** The course's layers do so without `overlap`. The two gathered inputs, $4\,sbh$, are
 #   then not divided.
-# - **Gather it again** in backward, while the input gradient is computed. Megatron-LM does so, and
-#   the course's layers with `overlap`. A rank keeps only its own tokens, but sends more bytes.
+# - **Gather it again** in backward, while the input gradient is computed. Megatron-LM does so,
+#   and the course's layers with `overlap`. A rank keeps only its own tokens, but sends more. Four
+#   all-reduces are eight halves. Gathering the two inputs again adds two halves, so a rank sends
+#   10/8 = 5/4 of the bytes.
 #
 # The next cell measures a layer on 1, 2 and 4 ranks, beside the formula.
 

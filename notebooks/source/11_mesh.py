@@ -15,8 +15,8 @@
 # - combine three methods so that eight ranks compute what one process does, with gradient clipping;
 # - choose the innermost axis, and read from a trace which axis communicates between nodes.
 #
-# **Prerequisites:** lessons 05, 07 and 08; 09 for ZeRO. **Time:** about 75 minutes of reading and
-# running, 60 for three exercises (core: 1, 2, 3).
+# **Prerequisites:** lessons 07, 08, 09 (and what they build on); 10 for FSDP. **Time:** about 75
+# minutes of reading and running, 60 for three exercises (core: 1, 2, 3).
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -24,6 +24,9 @@
 # | $b$, $s$, $h$ | `batch`, `seq`, `hidden` | sequences per step, tokens in each, hidden size |
 # | $L$, $N$ | `num_layers` | layers and parameters of the model |
 # | replica | | the ranks that together hold one copy of the model |
+#
+# In lesson 07, $p$ was the TP degree. Here $t$ is the TP degree, and $p$ is the number of
+# pipeline stages.
 
 # %%
 # %load_ext course_lib.ranks
@@ -52,9 +55,9 @@ from course_lib.tensor_parallel import parallel_token_loss, parallelize
 #
 # `Mesh(pp=2, dp=2, tp=2)` arranges eight ranks along three axes. Each rank has a *coordinate* $i$
 # on every axis: its stage along pp, its replica along dp, and its shard along tp. Ranks are
-# numbered like the digits of an odometer: the last axis counts fastest. One step along tp changes
-# the rank by 1. One step along dp skips all $t$ ranks of a tp group, and one step along pp skips
-# all $d \cdot t$ ranks of a stage. Therefore
+# counted like the digits of a number: the last axis counts fastest. One step along tp changes the
+# rank by 1. One step along dp skips all $t$ ranks of a tp group, and one step along pp skips all
+# $d \cdot t$ ranks of a stage. Therefore
 #
 # $$ \text{rank} = i_{pp} \cdot d\,t + i_{dp} \cdot t + i_{tp} . $$
 #
@@ -157,9 +160,9 @@ for axis, found in sums.items():
 # | axis | splits | communication | how often in a step |
 # |---|---|---|---|
 # | tp | each matrix | all-reduce of an activation or its gradient | 4 per layer and micro-batch |
-# | pp | the layers | send an activation, then its gradient | per boundary and micro-batch |
+# | pp | the layers | send an activation, then its gradient | per stage boundary and micro-batch |
 # | dp: DDP, ZeRO-1 | the batch | all-reduce of gradients (or reduce-scatter, all-gather) | once |
-# | dp: FSDP | the batch | gather layers, reduce-scatter gradients | 3 per layer and micro-batch |
+# | dp: FSDP | the batch | gather twice, reduce-scatter once | 3 per layer and micro-batch |
 #
 # Two more names appear in papers. *cp* (context parallelism) is a fourth axis: it splits the
 # sequence, and its ranks exchange keys and values during attention. *ep* (expert parallelism) adds
@@ -169,11 +172,12 @@ for axis, found in sums.items():
 # al. 2023, splits the sequence through the whole layer and swaps it for heads with an all-to-all
 # around attention, so it is a form of context parallelism.)
 #
-# The methods also change each other's traffic. A rank has only $L/p$ of the layers and computes
-# only $b/d$ of the sequences. So along tp it all-reduces $(b/d)\,s\,h$ numbers, summed over all
-# micro-batches, four times in each of its $L/p$ layers. Along dp it all-reduces the gradients of
-# *its own* parameters, about $N/(pt)$ numbers: tp and pp make DDP's traffic smaller. In a ring of
-# $k$ ranks, each rank sends $2(k-1)/k$ times the bytes of the tensor (lesson 04).
+# The methods also change each other's traffic. A rank computes only $b/d$ of the sequences. All
+# its micro-batches together have $(b/d)\,s$ tokens, so each of the four all-reduces of a layer
+# handles $(b/d)\,s\,h$ numbers in a step. A rank does this in its $L/p$ layers. Along dp it
+# all-reduces the gradients of *its own* parameters, about $N/(pt)$ numbers: tp and pp make DDP's
+# traffic smaller. In a ring of $k$ ranks, each rank sends $2(k-1)/k$ times the bytes of the
+# tensor (lesson 04).
 #
 # As an example we train Llama 3.1 70B on 64 GPUs, with 256 sequences of 4,096 tokens per step and
 # activations and gradients in bf16. This model cannot use data parallelism alone with DDP: with 16
@@ -219,9 +223,11 @@ print(f"{sent['dp'] / 1e9:.1f}; tp sends {sent['tp'] / gathered:.2f} times as mu
 # thousands, so tp sends far more than DDP. Doubling the batch doubles the bytes along tp and leaves
 # those along dp unchanged.
 #
-# FSDP is a different case. If it gathers layers in every micro-batch, it sends 1.5 times DDP's
-# bytes 64 times per step, and here that is about as much as tp sends. The bytes along dp are few
-# only where they are sent once per step.
+# FSDP is a different case, if it gathers layers in every micro-batch. Each of the 4 replicas has
+# 64 sequences and runs them as 64 micro-batches of one. In each, FSDP gathers twice and
+# reduce-scatters once: three halves of an all-reduce where DDP has two, so 1.5 times its bytes.
+# But DDP sends them once per step, and FSDP 64 times. Here that is about as much as tp sends. The
+# bytes along dp are few only where they are sent once per step.
 #
 # Bytes are not everything: it also matters who waits for them. Without overlap (lesson 07), the
 # all-reduces of tp are on the critical path, because the next matrix multiplication needs their
@@ -232,11 +238,12 @@ print(f"{sent['dp'] / 1e9:.1f}; tp sends {sent['tp'] / gathered:.2f} times as mu
 #
 # *Difficulty 3 of 5, importance 5 of 5, about 20 minutes.*
 #
-# After backward, each rank has gradients for its replica's tokens. The last stage's ranks also have
-# the replica's mean loss (float64); on other stages `loss` is None. Average the gradients in place,
-# and return the mean loss of all replicas on every rank. All replicas have equally many tokens.
-# `mesh` is a `RankMesh` with pp, dp and tp. Example with dp = 2: losses 2 and 4 become 3 on all
-# ranks; gradients 10 and 20 become 15. Every trainer ends its step so. About 6 lines.
+# After backward, each rank has gradients for its replica's tokens: `grads`, a list of tensors. On
+# the last stage, `loss` is the replica's mean loss, a float64 tensor without dimensions; on other
+# stages it is None. Average the gradients in place, and return such a tensor on every rank: the
+# mean loss of all replicas. All replicas have equally many tokens. `mesh` is a `RankMesh` with
+# pp, dp and tp. Example with dp = 2: losses 2 and 4 become 3 on all ranks; gradients 10 and 20
+# become 15. About 6 lines.
 #
 # <details><summary>Hint: it hangs, or fails on a rank without a loss</summary>
 # All ranks of a group must make the call. A rank without a loss can contribute 0.
@@ -411,8 +418,9 @@ show(*pictures.losses_by_data_axis(losses))
 # several ranks.
 #
 # The squared norm is a sum of squares, so each rank can add up the squares of its own numbers, and
-# an all-reduce can add these sums. The difficulty is that **each number must count exactly once**.
-# With DDP along dp:
+# an all-reduce can add these sums. The difficulty is that **each number must count exactly
+# once**. In the table, "add" means that these ranks hold different numbers, so their squares are
+# added; "once" means that they hold copies, and only one of them counts. With DDP along dp:
 #
 # | gradient of | over tp | over pp | over dp |
 # |---|---|---|---|
@@ -420,9 +428,8 @@ show(*pictures.losses_by_data_axis(losses))
 # | a parameter that is whole along tp (norms, some biases) | once | add | once |
 # | a tied embedding, on the first and the last stage | add | once | once |
 #
-# "Add" means that these ranks hold different numbers; "once" means that they hold copies. Suppose
-# that we forget this: every rank squares all numbers that it holds, and the squares are added over
-# all eight ranks. How many times too large is the norm?
+# Suppose that we forget this: every rank squares all numbers that it holds, and the squares are
+# added over all eight ranks. How many times too large is the norm?
 
 # %% tags=["predict"]
 guess_norm = predict("norm with all squares of all ranks, divided by the correct norm")
@@ -459,12 +466,12 @@ print(f"all squares of all ranks: {naive:.2f}; each number once: {right:.2f}")
 #
 # *Difficulty 4 of 5, importance 4 of 5, about 25 minutes.*
 #
-# `parts` lists this rank's gradients, averaged along dp, as `(grad, split, first)`. `split`: a
-# shard along tp; otherwise all ranks along tp have the same `grad`. `first` is False for the second
-# copy of a tied parameter, on a later stage. Scale all gradients in place, so that the norm of the
-# whole gradient is at most `max_norm`; return the norm before scaling. Square fp16 in fp32.
-# Example: shards 3 and 4 of one weight, and 12 whole on both ranks: norm 13. About
-# 9 lines.
+# `parts` lists this rank's gradients, averaged along dp, as `(grad, split, first)`. `split` is
+# True if `grad` is this rank's shard along tp, and False if all ranks along tp hold the same
+# `grad`. `first` is False for a tied parameter's second copy. Scale in place, so that the whole
+# gradient's norm is at most `max_norm`; return the norm before. Convert fp16 to fp32 before you
+# square: squares can overflow. Example with tp = 2: a split weight has the gradients 3 and 4, a
+# whole one 12 on both ranks. The norm is 13. About 9 lines.
 #
 # <details><summary>Hint: the norm is too large</summary>
 # Which ranks hold the same numbers? Only one of them contributes their squares, the others 0.
@@ -510,10 +517,11 @@ check("mesh-3", clip)
 # But it decides which messages cross from one node to another, and so it decides the time.
 #
 # Take two nodes of four ranks. The link between the nodes is ten times slower than the links
-# inside: ten times the latency, a tenth of the bandwidth. With tp innermost, a tensor group is two
-# neighbors in a node. With tp outermost, rank 0's partner is rank 4, on the other node, so every
-# all-reduce along tp is ten times slower. How many times as long does the busiest rank communicate
-# in total?
+# inside: ten times the latency, a tenth of the bandwidth. With tp innermost, a tensor group is
+# two neighbors in a node. With tp outermost, rank 0's partner is rank 4, on the other node, so
+# every all-reduce along tp is ten times slower. For one step of section 3's small model, divide
+# the busiest rank's total communication time with tp outermost by that with tp innermost. What do
+# you get?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import all_orders, axis_seconds, mesh_step_s
@@ -566,9 +574,9 @@ for mesh in (cube, outermost):
 
 # %% [markdown]
 # Along pp rank 0 sends the fewest bytes and spends the most time, because these are the messages
-# that cross the nodes: each pays the long latency. Some axis has to cross. The order only decides
-# which one, and a wrong choice costs as much as the traffic of that axis. This also answers why the
-# ratio is not 10: the good order has a slow axis, too.
+# that cross the nodes: each pays the long latency. Some axis has to cross the nodes, and its
+# messages pay for the slow link. So let the axis cross whose messages cost least there. This also
+# answers why the ratio is not 10: the good order has a slow axis, too.
 #
 # On a real cluster you find this in a trace: add up the seconds of the calls whose group has ranks
 # on more than one node, by axis. (Receives are left out, because they mostly wait for the other
