@@ -52,22 +52,23 @@ class TwoLevelLink:
     """Two kinds of links: `inside` nodes of `ranks_per_node` ranks, and `outside`, between nodes.
 
     outside    of one network adapter
-    adapters   of a node. NCCL makes a ring through each, so that they share a message; a ring that
-               is written by hand, as in lesson 04, is one ring through one adapter
+    adapters   of a node, which its ranks share: NCCL makes a ring through each, and they share a
+               message. 0: each rank has a port of its own, and a group makes one ring, as in
+               lesson 04 and on emulated links
 
-    Raises: CourseError for ranks_per_node or adapters below 1
+    Raises: CourseError for ranks_per_node below 1 or adapters below 0
     """
 
     inside: Link
     outside: Link
     ranks_per_node: int
-    adapters: int = 1
+    adapters: int = 0
 
     def __post_init__(self) -> None:
-        for what in ("ranks_per_node", "adapters"):
-            if getattr(self, what) < 1:
+        for what, least in (("ranks_per_node", 1), ("adapters", 0)):
+            if getattr(self, what) < least:
                 raise CourseError(
-                    f"TwoLevelLink: need {what} >= 1; got {getattr(self, what)}. Try 2."
+                    f"TwoLevelLink: need {what} >= {least}; got {getattr(self, what)}. Try 2."
                 )
 
     def between(self, sender: int, receiver: int) -> Link:
@@ -76,16 +77,15 @@ class TwoLevelLink:
         return self.inside if same_node else self.outside
 
     def ring(self, ranks: Sequence[int]) -> Link:
-        """Return the link of rings over these ranks: `inside`, or as many adapters as they can use.
+        """Return the link of rings over these ranks: `inside`, or their share of the adapters.
 
-        A ring crosses between two nodes through the adapter of one rank. So where each node has n
-        ranks of the group, n rings can share the work, up to the number of adapters. The others
-        serve the groups beside it.
+        Where each node has n ranks of the group, n of its ranks_per_node parts of the adapters work
+        for it. The other parts serve the groups beside it, which communicate at the same time.
         """
         ranks_of_node = Counter(rank // self.ranks_per_node for rank in ranks)
         if len(ranks_of_node) <= 1:
             return self.inside
-        rings = min(self.adapters, *ranks_of_node.values())
+        rings = self.adapters * min(ranks_of_node.values()) / self.ranks_per_node or 1.0
         bytes_per_s = min(self.inside.bytes_per_s, rings * self.outside.bytes_per_s)
         return replace(self.outside, bytes_per_s=bytes_per_s)
 

@@ -290,7 +290,7 @@ def losses_by_data_axis(losses: Mapping[str, Sequence[float]]) -> tuple[Figure, 
     return figure, f"{title}, after {len(rights)} steps on one batch"
 
 
-def best_by_tensor_degree(nodes: tuple[int, ...] = (2, 4, 8)) -> tuple[Figure, str]:
+def best_by_tensor_degree(nodes: tuple[int, ...] = (2, 8, 32)) -> tuple[Figure, str]:
     """Draw the published best tokens/s per GPU over the tensor-parallel degree, and say the drop.
 
     The best of all runs of 256 sequences per step with that degree, whatever the other axes are.

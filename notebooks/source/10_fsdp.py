@@ -89,8 +89,9 @@ reveal(guess_peak, cost.peak_param_bytes(cost.UnitSizes(numels=(root, *[block] *
 
 # %% [markdown]
 # The peak is far above a quarter of the model. GPT-2 has a large vocabulary for its size, so its
-# root is as large as several blocks, and it is there twice while it is copied out. In larger
-# models, the blocks dominate.
+# root is as large as several blocks, and it is there twice while it is copied out. In Llama 3 8B,
+# the root is as large as five blocks, and even at 70B it is larger than two. Frameworks therefore
+# often make the embedding and the head units of their own.
 #
 # Now real ranks train a small GPT of four blocks. `lab.one_step` measures the memory of all
 # parameters after each gather and each free; `cost.fsdp_ledger` predicts it.
@@ -348,8 +349,9 @@ for kind, start_s, seconds in trace_reading.exposed_transfers(trace, 0)[:3]:
 #
 # The predicted times can be checked by hand. On demand, each of five layers waits for two gathers
 # and a reduce-scatter: the step is the computation plus 15 transfers. With prefetch, only three
-# transfers are fully exposed: the first gather of forward and the first gather of backward, because
-# nothing computes before them, and the last reduce-scatter, because nothing computes after it.
+# transfers are fully exposed: the first gather of forward, because nothing computes before it; the
+# first gather of backward, because the last layer was freed just before (frameworks often keep it
+# whole and save this gather); and the last reduce-scatter, because nothing computes after it.
 #
 # ### Exercise 3 (core): the asynchronous prefetch
 #
@@ -506,10 +508,11 @@ show(*pictures.losses_beside_fp32(losses))
 #
 # How many bytes cross the slow link? If all $p$ ranks shard, they form one ring here, as slow as
 # its slowest link, and each rank sends $3\frac{p-1}{p}S$ bytes per unit in two gathers and a
-# reduce-scatter. With hybrid sharding, only the all-reduce of the shards crosses: a rank sends
-# $2\frac{R-1}{R}\frac{S}{s}$ bytes. We take 2 nodes of 2 ranks, with one network adapter each, and
-# layers that take no time. What is, by formula, the time of a fully sharded step divided by that of
-# a hybrid step?
+# reduce-scatter. With hybrid sharding, only the all-reduce of the shards crosses: each of the $s$
+# ranks of a node sends $2\frac{R-1}{R}\frac{S}{s}$ bytes, so together $2\frac{R-1}{R}S$ bytes leave
+# a node. We take 2 nodes of 2 ranks, and layers that take no time. Each rank has a network adapter
+# of its own, but one flat ring uses only one adapter of each node. What is, by formula, the time of
+# a fully sharded step divided by that of a hybrid step?
 
 # %% tags=["predict"]
 fast = Link(name="fast Ethernet", latency_s=1e-3, bytes_per_s=40e6)
@@ -533,8 +536,9 @@ claim("hybrid is faster", real["hybrid 2 x 2"].step_s < real["sharded over 4"].s
 show(*pictures.hybrid_steps(plan, two_nodes, real))
 
 # %% [markdown]
-# This is a large gain, but our nodes have only one network adapter each. A node of eight H100 has
-# eight, and NCCL makes a ring through each of them. What does hybrid sharding gain there?
+# Part of this gain is the second adapter, which our flat ring leaves idle. A node of eight H100 has
+# eight adapters, and NCCL makes a ring through each of them. What does hybrid sharding gain there,
+# and what if all eight GPUs share one adapter?
 
 # %%
 from course_lib.cost.hardware import H100, nodes_of

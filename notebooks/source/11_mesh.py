@@ -639,10 +639,12 @@ print(f"by formula, for the explorer's 7B model: {step_s[8] / step_s[16]:.2f}")
 show(*pictures.best_by_tensor_degree())
 
 # %% [markdown]
-# The slower link is not the only cause: each rank's matrices also become smaller, and a GPU
-# computes small matrices less efficiently. Look at the left end, too: on each of these clusters, no
-# run in the picture is faster than the one with tp = 1, because an 8B model fits without tensor
-# parallelism. **Use tensor parallelism when you need it (for memory, or because the batch cannot be
+# The link is not the only cause. With twice the tensor degree there are half as many replicas, so
+# each rank all-reduces twice as many tokens (section 2), in rings of twice as many ranks. And each
+# rank's matrices become smaller, which a GPU computes less efficiently. Look at the left end, too.
+# On 2 and 8 nodes, no degree beats tp = 1: the model fits, and the batch is large enough for all
+# replicas. On 32 nodes the order turns around: with tp = 1, there are too few sequences per
+# replica. **Use tensor parallelism when you need it (for memory, or because the batch cannot be
 # split further), and keep its groups inside a node.**
 #
 # Which axis is outermost in practice? Megatron-LM's default order is pp, dp, cp, tp, from outermost
@@ -686,7 +688,9 @@ for name in ("ours", "Megatron-Core"):
 # mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
 # stage = ...                                       # the layers of mesh["pp"]
 # parallelize_module(stage, mesh["tp"], plan)       # lesson 07
-# fully_shard(stage, mesh=mesh["dp"])               # lesson 10: last
+# for block in stage.blocks:                        # lesson 10: each block is a unit
+#     fully_shard(block, mesh=mesh["dp"])
+# fully_shard(stage, mesh=mesh["dp"])               # last: what is left, the root
 # ```
 #
 # FSDP comes last and shards each `DTensor`, which is already split along tp. A `DTensor` knows

@@ -38,6 +38,7 @@ def test_the_presets_are_the_links_of_one_machine():
         (range(64), 2, 100),
         (range(0, 64, 8), 8, 50),  # one GPU per node has one adapter
         (range(0, 64, 4), 8, 100),
+        (range(0, 64, 8), 1, 6.25),  # the eight groups of a node share its adapter
         (range(12), 8, 200),  # the node with the fewest ranks has the fewest rings
     ],
 )
@@ -53,5 +54,5 @@ def test_an_emulated_ring_is_one_ring_and_never_faster_than_its_nodes():
     two = TwoLevelLink(inside=fast, outside=slow, ranks_per_node=4)
     assert two.ring(range(8)).bytes_per_s == 4e6
     assert replace(two, adapters=4).ring(range(8)).bytes_per_s == 9e6
-    with pytest.raises(CourseError, match="need adapters >= 1; got 0"):
-        replace(two, adapters=0)
+    with pytest.raises(CourseError, match="need adapters >= 0; got -1"):
+        replace(two, adapters=-1)
