@@ -123,7 +123,7 @@ check("memory-1", count_gpt)
 # needs 16 GB. For training, this misses most of the memory, because the optimizer keeps several
 # numbers for every parameter.
 #
-# The most common mixed-precision recipe (Rajbhandari et al. 2020, section 3.1) holds for each
+# The classic mixed-precision recipe (Rajbhandari et al. 2020, section 3.1) holds for each
 # parameter:
 #
 # - a 16-bit weight and a 16-bit gradient, which forward and backward compute with (2 + 2 bytes);
@@ -131,8 +131,10 @@ check("memory-1", count_gpt)
 #   than its weight. Added to a bf16 number, it would be rounded away;
 # - Adam's two *moments* in fp32, the running means of the gradient and of its square (4 + 4 bytes).
 #
-# Together these are called the *model states*; the course calls this recipe the *usual* one. Llama
-# 3 8B (in the code `llama-8b`) has 8.03 billion parameters. How many GiB do its model states take?
+# Together these are called the *model states*; the course calls this recipe the *usual* one.
+# Today's Megatron and FSDP often keep fp32 gradients or fp32 shards instead, so their parts
+# differ. Llama 3 8B (in the code `llama-8b`) has 8.03 billion parameters. How many GiB do its
+# model states take with the usual recipe?
 
 # %% tags=["predict"]
 guess = predict("model states of llama-8b in bf16", unit="GiB")
@@ -156,9 +158,10 @@ print("", state_rows(GPT(MODELS["small"])), sep="\n")
 # hold everything in bf16 (*pure* bf16).
 #
 # The table below these lines shows optimizers that save memory. *8-bit Adam* stores each moment
-# in one byte (Dettmers et al. 2022, section 2.1). *Adafactor* replaces the second moment of a
-# matrix by the sums of its rows and columns (Shazeer and Stern 2018, section 3). *Muon* keeps one
-# momentum instead of two moments for the matrices of the layers (Jordan et al. 2024).
+# in one byte (Dettmers et al. 2022, section 2.1). *Adafactor* keeps no first moment, and replaces
+# the second moment of a matrix by the sums of its rows and columns (Shazeer and Stern 2018).
+# *Muon* keeps one momentum instead of two moments for the matrices of the layers (Jordan et al.
+# 2024).
 
 # %% tags=["picture"]
 show(*pictures.states_by_recipe(count_params(llama)))
@@ -544,15 +547,15 @@ show(*pictures.graphs_kept(leaking.ledger, len(losses)))
 losses.clear()
 
 # %% [markdown]
-# **From step 2 on, without recompute and temporary tensors, a step of one micro-batch peaks at the
-# start of backward, or later if some layers have more gradients than activations. If memory grows
-# in every step, look for graphs that something keeps alive.**
+# **From step 2 on, without recompute and temporary tensors, a step of one micro-batch peaks at
+# the start of backward; it can peak later only if some layers have more gradients than
+# activations. If memory grows in every step, look for graphs that something keeps alive.**
 #
 # ## 6 What fits, and models that do not
 #
-# Section 2 left a problem: the model states of an 8B model alone are larger than an 80 GiB GPU. The
-# methods of this course solve it in three ways. You will build each of them later; here you see
-# what they do to memory.
+# Section 2 left a problem: the model states of an 8B model alone are larger than an 80 GiB GPU.
+# The methods of this course reduce memory in three ways. Only the last two make model states
+# smaller. You will build each of them later; here you see what they do to memory.
 #
 # - *Recompute* (lesson 03) drops activations in forward and computes them again in backward.
 # - *ZeRO* (lesson 09) divides the model states over several GPUs (*ranks*), which would otherwise
@@ -633,13 +636,15 @@ gpu.allocate(16 * MIB)
 
 # %% [markdown]
 # More than half of the reserved memory is free, but in pieces that are each too small. This is
-# *fragmentation*. The second line shows another cause: a tensor that grows by `torch.cat`, as a
-# cache of keys and values does, fits into none of its former blocks, and so reserved memory grows
-# faster than the tensor.
+# *fragmentation*. The second line shows why reserved memory alone proves nothing: a tensor that
+# grows by `torch.cat`, as a cache of keys and values does, fits into none of its former blocks,
+# so reserved memory grows faster than the tensor. These segments are wholly free, and the
+# allocator gives them back before it fails.
 #
-# **If an out-of-memory error reports much memory "reserved but unallocated", the cause is
-# fragmentation.** Try the environment variable `PYTORCH_ALLOC_CONF=expandable_segments:True` (older
-# versions of PyTorch: `PYTORCH_CUDA_ALLOC_CONF`).
+# **If an out-of-memory error reports at least as much memory "reserved but unallocated" as the
+# request needs, the cause is fragmentation.** Try the environment variable
+# `PYTORCH_ALLOC_CONF=expandable_segments:True` (older versions of PyTorch:
+# `PYTORCH_CUDA_ALLOC_CONF`).
 #
 # Memory decides whether a step can run at all. Lesson `01b_speed` asks how fast it can run.
 #

@@ -216,7 +216,9 @@ print(f"{roof.flop_per_s / 1e12:.1f} TFLOP/s / {roof.bytes_per_s / 1e12:.2f} TB/
 #
 # The same law holds for the processor under this notebook, and here we can measure it. The flat
 # part of the roof is the speed of our fastest product, and the slope is the bandwidth of an add.
-# The dots are products of 1 to 256 tokens, in fp32, where $I\approx m/2$.
+# The dots are products of 1 to 256 tokens, in fp32, where $I\approx m/2$. The fastest dot lies on
+# the flat part by construction. What the picture tests is the slope, which comes from another
+# operation.
 
 # %% tags=["picture", "measured"]
 from course_lib.speed.lab import measure_roof
@@ -266,8 +268,10 @@ print(pictures.roof_rows())
 # - computes $2N$ FLOP per token, $2Nt$ in all;
 # - receives the $\frac{p-1}{p}$ of the parameters that are elsewhere: $2N\frac{p-1}{p}$ bytes.
 #
-# The number of FLOP per byte is $t\,\frac{p}{p-1}$, which is about $t$ if there are many ranks. The
-# size of the model cancels. Only the tokens per rank decide.
+# The number of FLOP per byte is $t\,\frac{p}{p-1}$, which is about $t$ if there are many ranks.
+# The size of the model cancels. Only the tokens per rank decide. Backward computes twice as much
+# and sends two messages, so the ratio is the same if gradients are reduced in bf16. If they are
+# reduced in fp32, backward needs one and a half times as many tokens.
 #
 # So a rank needs about as many tokens as its peak divided by the bandwidth of its link. Inside a
 # node of eight H100s, NVLink sends 450 GB/s. Between nodes, each GPU has a network adapter of its
@@ -288,10 +292,12 @@ for name, ranks in groups.items():
 reveal(guess, h100.peak() / nodes.ring(groups["one GPU per node"]).bytes_per_s)
 
 # %% [markdown]
-# A ring over whole nodes is nearly as fast as NVLink: NCCL builds one ring through each of the
-# eight adapters of a node, and the rings share the data. Groups with one GPU per node are slow.
-# They appear when tensor parallelism takes the GPUs inside each node: then the eight GPUs of a node
-# are in eight different groups, and each group has only one adapter per node.
+# A ring over whole nodes is nearly as fast as NVLink for large messages: NCCL builds one ring
+# through each of the eight adapters of a node, and the rings share the data. Groups with one GPU
+# per node are slow. They appear when tensor parallelism takes the GPUs inside each node: then the
+# eight GPUs of a node are in eight different groups, and each group has only one adapter per
+# node. But the eight ranks of a tensor group work on the same tokens. So 19,790 tokens per tensor
+# group are 2,474 per GPU, as many as for a group of whole nodes.
 #
 # These numbers assume that computation reaches the peak and the link its full bandwidth. At an MFU
 # of 50 %, half of the tokens are enough; a link that reaches half of its bandwidth needs twice as
@@ -334,9 +340,10 @@ check("speed-2", tokens_needed)
 # <details><summary>Hint: the size of the model is not given</summary>
 # Write down both times for a model of one parameter.</details>
 #
-# **A method is communication-bound where its FLOP per byte sent are fewer than peak divided by link
-# bandwidth. For data parallelism and FSDP, FLOP per byte grow with the tokens per rank; for tensor
-# parallelism, with the width of the model.**
+# **A method is communication-bound where its FLOP per byte sent are fewer than peak divided by
+# link bandwidth. For data parallelism and FSDP, FLOP per byte grow with the tokens per rank, and
+# are fewer if gradients are reduced in fp32; for tensor parallelism, they grow with the width of
+# the model.**
 #
 # ## Read on
 #

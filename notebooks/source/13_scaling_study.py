@@ -83,7 +83,7 @@ print("the cost model of lesson 12 on the failed runs:", playbook.why_failed(run
 # survived. If you average over all runs on 2 nodes and over all runs on 32 nodes, you compare two
 # different sets of configurations.
 #
-# **A table of measurements contains only the runs that worked. Before you average, ask which runs
+# **Only the runs that worked have a measured speed. Before you average, ask which runs failed or
 # are missing, and why.**
 #
 # ## 2 Data parallelism: the same batch on more nodes
@@ -242,11 +242,12 @@ for name, found in (("1B, DP", dp), ("8B, DP x TP 4", playbook.series("8B", tp=4
 
 # %% [markdown]
 # The law predicts 2, 8 and 16 nodes within a few per cent, from two cheap runs. On 32 nodes, the
-# measured step is longer than predicted, for both models: the "fixed" part has grown. With one
-# micro-batch per GPU, there is less backward pass to hide the message behind, and the all-reduce
-# itself becomes slower between more nodes (lesson 05). The last run of the 8B model is not a matter
-# of per cent at all. It took about eight times as long as the law says, and no smooth law will
-# explain it. We return to such runs in section 6.
+# measured step is longer than predicted, for both models: the "fixed" part has grown. The
+# backward pass that can hide the message is the same as before (that of the last micro-batch),
+# but an all-reduce over more nodes is slower (lesson 05), and a step waits for the slowest of
+# more GPUs. The table does not say which of the two it was. The last run of the 8B model is not a
+# matter of per cent at all. It took about eight times as long as the law says, and no smooth law
+# will explain it. We return to such runs in section 6.
 #
 # **A law fitted to small runs predicts larger ones as long as the bottleneck stays the same. Test
 # it on runs that it has not seen, and print the error.**
@@ -279,12 +280,13 @@ for tp, run in two_nodes.items():
 #    kernels, and the latency of the all-reduces in each layer. These costs do not shrink with the
 #    TP degree. (The table does not say which of the two dominates; a profile would.)
 # 2. *Across nodes*, from TP 8 to TP 16, the replica becomes much slower although it has twice the
-#    GPUs. Now the messages of every layer leave the node, and the link between nodes is many times
-#    slower than NVLink.
+#    GPUs. Now the messages of every layer leave the node. All eight adapters together are nearly
+#    as fast as NVLink for large messages (lesson 01b); these messages have only 17 MB and are
+#    waited for one by one, so they come nowhere near that rate.
 #
 # If small work per kernel is the cause of the first effect, larger micro-batches should cure it.
-# They should not cure the second: however the 256 sequences are grouped, TP sends the same bytes in
-# a step. The picture tests both.
+# They should not cure the second: the messages become larger, but however the 256 sequences are
+# grouped, TP sends the same bytes in a step and waits for them. The picture tests both.
 
 # %% tags=["picture"]
 show(*pictures.replicas_over_tp())
@@ -315,9 +317,10 @@ for nodes in (1, 4, 8, 16, 32):
 # with larger micro-batches is faster: a replica of 4 GPUs has 4 sequences at a time, and its GPUs
 # have only a quarter of the gradients to all-reduce.
 #
-# **Keep tensor parallelism inside a node, and make the micro-batch as large as memory allows until
-# the throughput stops rising. Divide a model further only when the batch leaves too little work for
-# each replica.**
+# **Keep tensor parallelism inside a node, and make the micro-batch as large as memory allows
+# until the throughput stops rising. Divide a model further only when the batch leaves too little
+# work for each replica.** (With a pipeline, larger micro-batches also mean fewer of them, and so
+# a larger bubble: lesson 08.)
 #
 # ## 5 What does ZeRO cost?
 #
@@ -350,8 +353,9 @@ for nodes in (1, 32):
 # Look also at the ranges. For the 8B model on 64 nodes, the ratios lie between a fifth and more
 # than five, so the median of these pairs is not a measurement of ZeRO. Something else happened.
 #
-# **ZeRO-1 is almost free while its messages are hidden or short, and costs time where communication
-# already dominates. Print the range next to each median.**
+# **Up to 8 nodes, ZeRO-1 costs almost nothing in these runs; on 16 and 32 nodes it often costs
+# time (1B: 5 and 11 % in the median). On 64 nodes the pairs contradict this, and nobody repeated
+# them. Print the range next to each median.**
 #
 # ## 6 Runs far off their neighbors
 #
@@ -384,12 +388,13 @@ show(*pictures.far_off())
 # does not record. That is a finding, too: a table keeps only the settings that its author thought
 # of.
 #
-# A *neighbor* is a run of the same configuration on half or on twice as many nodes. Throughput per
-# GPU changes smoothly along such a series, so a run that is many times slower than both neighbors
-# did not measure its method. Possible causes are a slow GPU or network card in the job, other jobs
-# on the same network, or an allocator near the limit of its memory. The table cannot say which. The
-# authors themselves report node failures, hanging jobs, and benchmarks that took hours in place of
-# minutes (section "Lessons learned on benchmarking").
+# A *neighbor* is a run of the same configuration on half or on twice as many nodes. Throughput
+# per GPU changes smoothly along such a series, so a run that is many times slower than both
+# neighbors has probably measured something else than its method. Possible causes are a slow GPU
+# or network card in the job, other jobs on the same network, or an allocator near the limit of
+# its memory. The table cannot say which. The authors themselves report node failures, hanging
+# jobs, and benchmarks that took hours in place of minutes (section "Lessons learned on
+# benchmarking").
 #
 # The picture shows why this matters. From the run on 8 nodes alone, you would conclude that
 # pipelines are useless. From its neighbors, and from the other configurations on the same number of
@@ -542,13 +547,15 @@ for name, found in (("DDP", two.losses), ("the wrong run", wrong)):
 # ## 8 Other links, another order
 #
 # The table comes from nodes with NVLink inside and a fast network between them. Would the same
-# methods win on cheaper hardware? An unpublished report of 2025 (*the PCIe study*) measured one to
-# four commodity GPUs over PCIe, without NVLink. You cannot open it, so take from it only an order,
-# for two GPUs: DP and ZeRO-1 were the most efficient, TP came clearly after them, and the pipeline
-# came last. Over several PCIe bridges, the efficiency of all methods fell strongly. That TP loses
-# first on slow links agrees with section 4, which you can check in a public table. Even there, the
-# order depended on the software: Tazi et al. report that TP beat PP until they optimized their PP
-# code ("Benchmarking thousands of configurations").
+# methods win on cheaper hardware? An unpublished report of 2025 (*the PCIe study*) measured one
+# to four commodity GPUs over PCIe, without NVLink. You cannot open it, so take from it only an
+# order, for two GPUs: DP and ZeRO-1 were the most efficient, TP came clearly after them, and the
+# pipeline came last. Over several PCIe bridges, the efficiency of all methods fell strongly. That
+# TP falls behind DP on slow links agrees with section 4, which you can check in a public table.
+# The pipeline's last place does not come from its links, because it sends few bytes (lesson 11).
+# The bubble or the software is a likelier reason, and the report does not separate them. In the
+# public table, too, the order depended on the software: Tazi et al. report that TP beat PP until
+# they optimized their PP code ("Benchmarking thousands of configurations").
 #
 # So before you choose, look at the links. The links of a machine form a *matrix*
 # (`nvidia-smi topo -m`). The picture shows yours if you have several GPUs, otherwise an invented
@@ -571,12 +578,12 @@ show(*pictures.link_matrix(*own))
 #
 # ## 9 Faster steps, or fewer?
 #
-# However you split a given batch, the training stays the same (up to rounding, without dropout). In
-# section 2, strong scaling failed because each GPU ran out of work. The way out seems easy: let the
-# batch grow with the GPUs. Then the gradient is less noisy, but the training is *different*.
-# Settings that were right for the small batch need not be right for the large one. Goyal et al.
-# (2017) raised the learning rate with the batch, and had to warm it up over the first steps,
-# because large batches diverged otherwise.
+# However you split a given batch, the training stays the same (up to rounding, without dropout).
+# In section 2, strong scaling failed because each GPU ran out of work. The way out seems easy:
+# let the batch grow with the GPUs. Then the gradient is less noisy, but the training is
+# *different*. Settings that were right for the small batch need not be right for the large one.
+# Goyal et al. (2017) raised the learning rate with the batch, and warmed it up over the first
+# five epochs, because otherwise the large batch ended with a higher error.
 #
 # A recorded experiment with a small model compares batches of 8 and 32 sequences, and a
 # learning-rate warm-up of 100 and of 4 steps. How many steps does each need to reach the loss at
@@ -597,11 +604,12 @@ for batch, warmup in ((32, 100), (8, 4), (32, 4)):
 show(*pictures.convergence(recorded))
 
 # %% [markdown]
-# Here, four times the batch saves few steps and reads more than three times as many tokens. A
-# warm-up of 4 steps instead of 100 saves more, with *either* batch: it has nothing to do with
+# Here, with the same learning rate, four times the batch saves few steps and reads more than
+# three times as many tokens. With a larger rate it could save more: the shorter warm-up, which
+# raises the rate sooner, does. It saves steps with *either* batch, so it has nothing to do with
 # splitting. A comparison that changes both at once would credit the wrong one. McCandlish et al.
-# (2018) measure the *critical batch size*, beyond which a larger batch hardly saves steps; it
-# depends on the task, and grows during training.
+# (2018) measure the *critical batch size*, beyond which a larger batch hardly saves steps, with a
+# learning rate that is tuned for each batch. It depends on the task, and grows during training.
 #
 # **Efficiency is about one step. The time to a given loss is seconds per step times steps, so ask
 # for both.**
@@ -689,7 +697,8 @@ for note in notes(mine):
 # - With a fixed batch, the work per GPU shrinks and its communication does not: efficiency falls.
 # - An efficiency needs a base with the same work, and a slow base flatters. Compare throughput.
 # - Two runs give a law, $T_n = f + s/n$. Test it on runs that it has not seen.
-# - Keep TP inside the node; enlarge micro-batches as far as memory allows.
+# - Keep TP inside the node; enlarge micro-batches as far as memory allows. (With a pipeline,
+#   larger micro-batches also mean fewer of them, and so a larger bubble: lesson 08.)
 # - Compare each run with its neighbors. Repeat what is far off.
 # - Compare losses first, leave out the warm-up, and synchronize before you read the clock.
 #
