@@ -182,7 +182,7 @@ def test_a_part_has_no_cause_that_is_wrong_in_a_part_before_it():
         return efficiency, fixed_s, 2 * most
 
     exercise = find_exercise("scaling_study-2")
-    with pytest.raises(CheckFailed, match="Set T_1 / "):
+    with pytest.raises(CheckFailed, match="Solve T_1 / "):
         exercise.verdict(with_a_tolerance)
 
 
