@@ -26,7 +26,16 @@ from course_lib.core.shards import Box, covers_once
 METADATA, ABOUT = ".metadata", "about.json"
 StorageInfo = filesystem._StorageInfo  # where an item lies: file, offset, length
 
+
+def _member(enum: Any, name: str) -> Any:
+    """Return a member of DCP's one enum: Python before 3.11.4 pickles it as getattr(enum, name)."""
+    if enum is not metadata._MEM_FORMAT_ENCODING or name not in enum.__members__:
+        raise _Refused("builtins.getattr")
+    return enum[name]
+
+
 ALLOWED: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
     (StorageInfo.__module__, "_StorageInfo"): StorageInfo,

@@ -279,7 +279,7 @@ def write_metadata(folder, metadata):
 
 
 NAMES = [
-    *("builtins eval", "builtins getattr", "os system", "torch load", "torch.hub load"),
+    *("builtins eval", "builtins setattr", "os system", "torch load", "torch.hub load"),
     *("torch.serialization load", "torch.distributed.checkpoint.metadata os"),
     *("torch.distributed.checkpoint.metadata Metadata.__init__", "pathlib Path"),
 ]
@@ -337,3 +337,17 @@ def with_path(found, path):
 def without_chunk(found):
     found.state_dict_metadata["w"].chunks.clear()
     return pickle.dumps(found)
+
+
+class AnyAttribute:
+    """A pickle that asks for an attribute of what may be named."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
+def test_a_pickle_gets_members_of_the_metadatas_enum_and_no_other_attribute(tmp_path):
+    """Python before 3.11.4 pickles a member of an enum as getattr(enum, name)."""
+    write_metadata(tmp_path, AnyAttribute())
+    with pytest.raises(CourseError, match=r"names builtins.getattr, which could run any code"):
+        read_metadata(tmp_path)

@@ -12,6 +12,7 @@ from course_lib.checks import CheckFailed, check, find_exercise
 from course_lib.checks.right_answer import right_answer
 from course_lib.planner import search
 from course_lib.ranks import Ranks
+from tests.checks import corpus
 from tests.checks.test_planted_mistakes import each_exercise, kept_worlds, worlds  # noqa: F401
 
 RETURNS = ("ranks-3", "zero-1", "zero-4", "zero-5")
@@ -201,7 +202,7 @@ WRONG = [
     ("memory-5", lambda states, acts, grads, n: states + sum(acts), "need"),
     ("speed-1", lambda spec, batch, seq, causal: 6 * batch * seq, "Print your parts"),
     ("data_parallel-1", freezes_all, "changed: need nothing; got requires_grad of"),
-    ("tensor_parallel-2", Nothing, "need up_weight as an nn.Parameter"),
+    ("tensor_parallel-2", Nothing, "nn.Parameters: need up_weight"),
     ("mesh-2", loss_of_the_first_stage, ""),
     ("mesh-3", only_on_tp_0, ""),
     ("planner-5", the_slowest_that_fits, "a step; the best one"),
@@ -239,6 +240,7 @@ def test_the_check_leaves_the_random_numbers_as_they_are():
 @pytest.mark.ci
 def test_an_error_in_another_load_is_told_with_its_line():
     one = find_exercise("checkpoint-3")
-    (takes_out,) = (wrong for wrong in one.wrong if "given.pop" in getattr(wrong, "new", ""))
+    texts = (entry["text"] for entry in corpus.read() if entry["key"] == one.key)
+    takes_out = next(text for text in texts if "given.pop" in text)
     with pytest.raises(CheckFailed, match=r"KeyError: 'python' \(line \d+ of your cell"):
-        one.verdict(takes_out.answer(one))
+        one.verdict(corpus.run(takes_out))
