@@ -53,6 +53,8 @@ def cases() -> list[Case]:
     later = {"predicted": (OTHER_RANK, OTHER_RANK), "measured": (OTHER_RANK, rows)}
     found += [(f"{name}, of another run", (_trace(later), 3))]
     found += [(f"a real job's boxes, {seed}", (_untidy(Random(seed)), seed)) for seed in (1, 2, 3)]
+    at_limit = [_box(1, 1, "forward", 0.0, 10.0), _box(1, 2, "all_gather", 9.0, 2.0)]
+    found += [("a transfer that is exposed for exactly 1 us", ({"traceEvents": at_limit}, 1))]
     return [*found, ("a rank without boxes", (_untidy(Random(4)), 9))]
 
 

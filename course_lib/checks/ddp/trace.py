@@ -92,7 +92,7 @@ TRACE = Exercise(
         unit=" s",
         show=_one_number,
         look="Draw the boxes of this rank above one another, and cut the time at every edge.",
-        success="Right for eighteen traces: hidden, exposed in part, nested, at the same time.",
+        success="Right for nineteen traces: hidden, exposed in part, nested, at the same time.",
         unchanged=UNCHANGED,
     ),
     wrong=(

@@ -70,7 +70,7 @@ TRACE = Exercise(
         drawn=traces.drawn,
         show=_listed,
         look="Take one transfer, and subtract what it shares with each interval of computing.",
-        success="Found in eighteen traces: each transfer, its start, what is exposed of it.",
+        success="Found in nineteen traces: each transfer, its start, what is exposed of it.",
         unchanged=UNCHANGED,
         symptoms=((_of_another_kind, NOT_SENT),),
     ),
