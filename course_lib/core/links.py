@@ -72,7 +72,10 @@ class TwoLevelLink:
                 )
 
     def between(self, sender: int, receiver: int) -> Link:
-        """Return `inside` for two ranks of one node, `outside` for ranks of different nodes."""
+        """Return `inside` for two ranks of one node, `outside` for ranks of different nodes.
+
+        That is a whole adapter, also where ranks share it: only `ring` counts who else sends.
+        """
         same_node = sender // self.ranks_per_node == receiver // self.ranks_per_node
         return self.inside if same_node else self.outside
 
@@ -85,8 +88,10 @@ class TwoLevelLink:
         ranks_of_node = Counter(rank // self.ranks_per_node for rank in ranks)
         if len(ranks_of_node) <= 1:
             return self.inside
-        rings = self.adapters * min(ranks_of_node.values()) / self.ranks_per_node or 1.0
-        bytes_per_s = min(self.inside.bytes_per_s, rings * self.outside.bytes_per_s)
+        share = 1.0  # in adapters
+        if self.adapters:
+            share = self.adapters * min(ranks_of_node.values()) / self.ranks_per_node
+        bytes_per_s = min(self.inside.bytes_per_s, share * self.outside.bytes_per_s)
         return replace(self.outside, bytes_per_s=bytes_per_s)
 
     def __str__(self) -> str:

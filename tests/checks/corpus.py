@@ -3,7 +3,8 @@
 An entry of corpus.json.gz has the key of an exercise, a name, the sentence of its cause (empty for
 a right answer), and a text that defines `answer`. The text is enough by itself: it imports only
 what an answer may import. `python -m tests.checks.corpus` adds the edits planted now, and entries
-from the JSON files that it is given. Nothing is taken out: the corpus outlives what it came from.
+from the JSON files that it is given. An answer is taken out only together with its exercise: the
+corpus outlives the planted mistakes that it came from.
 """
 
 import ast
