@@ -643,9 +643,10 @@ show(*pictures.best_by_tensor_degree())
 # each rank all-reduces twice as many tokens (section 2), in rings of twice as many ranks. And each
 # rank's matrices become smaller, which a GPU computes less efficiently. Look at the left end, too.
 # On 2 and 8 nodes, no degree beats tp = 1: the model fits, and the batch is large enough for all
-# replicas. On 32 nodes the order turns around: with tp = 1, there are too few sequences per
-# replica. **Use tensor parallelism when you need it (for memory, or because the batch cannot be
-# split further), and keep its groups inside a node.**
+# replicas. On 32 nodes the order turns around: with tp = 1, each of the 256 replicas has one
+# sequence per step, and little computation to hide its all-reduce. **Use tensor parallelism when
+# you need it (for memory, or because the batch cannot be split further), and keep its groups inside
+# a node.**
 #
 # Which axis is outermost in practice? Megatron-LM's default order is pp, dp, cp, tp, from outermost
 # to innermost; torchtitan's is the same. Llama 3 405B used dp, pp, cp, tp (Grattafiori et al. 2024,
