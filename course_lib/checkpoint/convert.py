@@ -137,7 +137,7 @@ def _gpt2(spec: ModelSpec) -> tuple[dict[str, Any], dict[str, str]]:
         {
             "LayerNorm": spec.norm == "layer",
             "an MLP that is not gated": not spec.gated,
-            "biases": spec.bias,
+            "biases": spec.bias is True,
             "as many heads for keys as for queries": spec.kv_heads == spec.num_heads,
         },
     )
@@ -161,9 +161,9 @@ def _llama(spec: ModelSpec) -> tuple[dict[str, Any], dict[str, str]]:
         **{"vocab_size": spec.vocab, "max_position_embeddings": spec.max_seq},
         **{"hidden_size": spec.hidden, "intermediate_size": spec.ffn_hidden},
         **{"num_hidden_layers": spec.num_layers, "num_attention_heads": spec.num_heads},
-        **{"num_key_value_heads": spec.kv_heads, "head_dim": spec.head_dim},
+        **{"num_key_value_heads": spec.kv_heads, "head_dim": spec.head_size},
         **{"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0},
-        **{"attention_bias": spec.bias, "mlp_bias": spec.bias},
+        **{"attention_bias": spec.has_bias("out"), "mlp_bias": spec.has_bias("mlp")},
         **{"tie_word_embeddings": spec.tied, "bos_token_id": None, "eos_token_id": None},
     }
     blocks = _blocks("model.layers", LLAMA_BLOCK, spec)

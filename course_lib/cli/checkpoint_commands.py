@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from course_lib.core.errors import CourseError
+from course_lib.core.hub_config import read_config
 from course_lib.core.plain_text import one_line, printable
 from course_lib.core.presets import find_model
-from course_lib.core.specs import ModelSpec, read_config
+from course_lib.core.specs import ModelSpec
 from course_lib.core.units import format_bytes
 from course_lib.jobs.commands import plain_table
 

@@ -2,6 +2,8 @@
 
 records       `Event`, `Ledger`, `RunRecord`: what ranks do and hold, and the file of a run
 specs         `ModelSpec`: the sizes of a transformer
+layers        the matrices of its layers, from which all counts follow
+hub_config    `read_config`: the spec in a config.json
 presets       named models: GPT-2, Llama, those of the papers, and small ones
 parallelism   `Parallelism`: the sizes of the parallel axes (dp, tp, pp, cp) and the ZeRO stage
 recipes       precision recipes: bytes per parameter for weights, gradients, optimizer state
@@ -17,6 +19,7 @@ errors        `CourseError`, `ShapeError`, `MeshError`
 """
 
 from course_lib.core.errors import CourseError, MeshError, ShapeError
+from course_lib.core.hub_config import read_config
 from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, TwoLevelLink
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS, find_model
@@ -28,7 +31,7 @@ from course_lib.core.records import (
     Ledger,
     RunRecord,
 )
-from course_lib.core.specs import ModelSpec, read_config
+from course_lib.core.specs import ModelSpec
 
 __all__ = [
     "COMMUNICATION_KINDS",

@@ -1,35 +1,181 @@
 """The sizes of a transformer, from which its parameters, bytes and FLOPs follow.
 
-`read_config` reads them from a Hugging Face `config.json`; the presets are in
-`course_lib.core.presets`. Notebook 01_memory.
+`course_lib.core.layers` lists the matrices of each layer of a spec, `course_lib.core.hub_config`
+reads a spec from a Hugging Face `config.json`, and the presets are in `course_lib.core.presets`.
+Notebook 01_memory.
 """
 
 import math
-import os
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from course_lib.core.errors import CourseError, ShapeError
-from course_lib.core.files import read_json
 from course_lib.core.plain_values import build
 
-SIZES = ("hidden", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden", "vocab", "max_seq")
+SIZES = ("hidden", "num_layers", "num_heads", "ffn_hidden", "vocab", "max_seq", "vocab_multiple")
+SIZES_OR_NONE = ("num_kv_heads", "head_dim", "window")
 MOST, MOST_OF_OTHERS = {"num_layers": 10**5}, 10**9  # a larger one comes from a spoilt file
-NORMS = ("layer", "rms")
-POSITIONS = ("learned", "rope")
+WORDS = {
+    "norm": ("layer", "rms"),
+    "positions": ("learned", "rope", "none"),
+    "qk_norm": ("none", "head", "whole"),
+    "activation": ("default", "gelu", "gelu_tanh", "silu", "relu"),
+}
+BIASED = ("qkv", "out", "mlp", "norm")
+
+
+def check_size(where: str, field: str, size: Any) -> None:
+    """Raise ShapeError when a size is no whole number above 0, or absurdly large."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ShapeError(f"{where}: need {field} as a whole number above 0; got {repr(size)[:60]}.")
+    if size > MOST.get(field, MOST_OF_OTHERS):
+        raise ShapeError(
+            f"{where}: need {field} of at most "
+            f"{MOST.get(field, MOST_OF_OTHERS):,}; got {repr(size)[:60]}."
+        )
+
+
+def check_switch(where: str, field: str, value: Any) -> None:
+    """Raise CourseError when a value is neither True nor False."""
+    if not isinstance(value, bool):
+        raise CourseError(f"{where}: need {field} as true or false; got {repr(value)[:60]}.")
+
+
+def _indices(field: str, layers: Any) -> tuple[int, ...]:
+    """Return indices of layers in order, as a tuple."""
+    whole = isinstance(layers, Iterable) and not isinstance(layers, str)
+    found = list(layers) if whole else [layers]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in found):
+        raise ShapeError(f"{field}: need indices of layers from 0; got {repr(layers)[:60]}.")
+    return tuple(sorted(set(found)))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions: how fast each pair of a head's numbers turns.
+
+    theta     pair i of a head turns by position * theta**(-2i / head_dim)
+    share     the share of a head's numbers that turn, the first ones (GPT-NeoX: a quarter)
+    scaling   the rule for sequences beyond those of pre-training and its numbers, as config.json
+              has them: (("rope_type", "llama3"), ("factor", 8.0), ...); empty: none
+
+    Source: Su et al. 2021 (RoFormer), section 3.2.2
+    """
+
+    theta: float = 10000.0
+    share: float = 1.0
+    scaling: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.theta) and self.theta > 0):
+            raise ShapeError(f"rope: need theta above 0; got {repr(self.theta)[:60]}.")
+        if not (_is_number(self.share) and 0 < self.share <= 1):
+            raise ShapeError(f"rope: need share above 0, at most 1; got {repr(self.share)[:60]}.")
+        object.__setattr__(self, "scaling", tuple((key, value) for key, value in self.scaling))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Mixture of experts in place of the MLP: a router sends each token to `active` of `count`.
+
+    ffn_hidden     width of one expert
+    shared_hidden  width of the shared experts together, which every token uses; 0: there are none
+    shared_gate    a sigmoid of one more row weighs the shared experts (Qwen2-MoE)
+    dense_layers   indices of the layers that keep the dense MLP of the spec's ffn_hidden
+    bias           the experts' matrices have biases
+    router_bias    the router has one
+    capacity       an expert takes at most capacity * tokens * active / count tokens and drops the
+                   others; None: none is dropped
+
+    Source: Shazeer et al. 2017; Fedus et al. 2021 (Switch), section 2.2, for the capacity
+    """
+
+    count: int
+    active: int
+    ffn_hidden: int
+    shared_hidden: int = 0
+    shared_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
+    bias: bool = False
+    router_bias: bool = False
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("count", "active", "ffn_hidden"):
+            check_size("experts", field, getattr(self, field))
+        if self.shared_hidden != 0:
+            check_size("experts", "shared_hidden", self.shared_hidden)
+        if self.active > self.count:
+            raise ShapeError(
+                f"experts: need active of at most count; got {self.active} and {self.count}."
+            )
+        for field in ("shared_gate", "bias", "router_bias"):
+            check_switch("experts", field, getattr(self, field))
+        object.__setattr__(self, "dense_layers", _indices("dense_layers", self.dense_layers))
+        if self.capacity is not None and not (_is_number(self.capacity) and self.capacity > 0):
+            raise ShapeError(f"experts: need capacity above 0; got {repr(self.capacity)[:60]}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA): keys and values of all heads from one small vector.
+
+    q_rank     size of the vector from which queries are computed; None: straight from the input
+    kv_rank    size of the vector from which keys and values are computed
+    nope_dim   numbers of a head's query and key without positions
+    rope_dim   numbers with rotary positions; that part of the key is the same for all heads
+    value_dim  numbers of a head's value
+
+    Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        for field in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            check_size("latent attention", field, getattr(self, field))
+        if self.q_rank is not None:
+            check_size("latent attention", "q_rank", self.q_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Sizes of a decoder-only transformer, pre-norm, with attention and an MLP in each layer.
+    """Sizes of a decoder-only transformer, with attention and an MLP or experts in each layer.
 
-    num_kv_heads   heads of keys and values; None: as many as num_heads
-    tied           the output projection is the embedding's own matrix
-    gated          the MLP is SwiGLU (three matrices) instead of GELU (two)
-    norm           "layer" (weight, and bias if `bias`) or "rms" (weight)
-    positions      "learned" (a [max_seq, hidden] table) or "rope" (no parameters)
-    bias           linear layers have biases (the output projection has none)
+    num_kv_heads      heads of keys and values; None: as many as num_heads
+    head_dim          size of one head; None: hidden / num_heads (read it as `head_size`)
+    ffn_hidden        width of the MLP; with experts, of the layers that are dense
+    vocab_multiple    the tables of tokens have rows up to a multiple of it (read: `padded_vocab`)
+    tied              the output projection is the embedding's own matrix
+    gated             the MLP has three matrices (such as SwiGLU) instead of two
+    activation        of the MLP; "default": SiLU if gated, else GELU
+    norm              "layer" (weight, and bias if there are biases of norms) or "rms" (weight)
+    norms_per_layer   2: before attention and MLP; 1: both share it; 4: after them, too (Gemma 2)
+    qk_norm           queries and keys are normed: "head" (each head), "whole" (all heads at once)
+    parallel          attention and MLP of a layer get the same input, and both are added to it
+    positions         "learned" (a [max_seq, hidden] table), "rope" or "none"
+    nope_layers       indices of the layers that do without rotary positions
+    bias              True: linear layers and norms have biases; False: none has; or those that
+                      have, out of qkv, out, mlp, norm (the output projection has none)
+    window            a token attends to at most that many tokens, itself the last one; None: to all
+    window_layers     indices of the layers with the window; None: all
+    chunked           the window does not slide: the sequence is cut into pieces of its size
+    attention_softcap, logit_softcap
+                      scores and logits x become cap * tanh(x / cap); None: they stay
+    sinks             each head has a learned score more, which takes weight away from the tokens
+    latent            multi-head latent attention in place of q, k and v
+    experts           mixture of experts in place of the MLP
+    extras            what the model computes besides, without parameters: it changes no size, but
+                      `course_lib.models.GPT` does not build it
 
     Raises: ShapeError when the sizes do not fit each other
     """
@@ -39,24 +185,102 @@ class ModelSpec:
     num_layers: int
     num_heads: int
     num_kv_heads: int | None = None
+    head_dim: int | None = None
     ffn_hidden: int
     vocab: int
+    vocab_multiple: int = 1
     max_seq: int
     tied: bool = True
     gated: bool = False
+    activation: str = "default"
     norm: str = "layer"
+    norms_per_layer: int = 2
+    norm_eps: float = 1e-5
+    qk_norm: str = "none"
+    parallel: bool = False
     positions: str = "learned"
-    bias: bool = True
+    rope: Rope = Rope()
+    nope_layers: tuple[int, ...] = ()
+    bias: bool | tuple[str, ...] = True
+    window: int | None = None
+    window_layers: tuple[int, ...] | None = None
+    chunked: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    sinks: bool = False
+    latent: LatentAttention | None = None
+    experts: Experts | None = None
+    extras: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in SIZES:
-            self._check_size(field, getattr(self, field))
-        self._check_divides("num_heads", self.num_heads, "hidden", self.hidden)
+        where = f"model {self.name}"
+        self._restore()
+        for field in (*SIZES, *SIZES_OR_NONE):
+            if getattr(self, field) is not None or field in SIZES:
+                check_size(where, field, getattr(self, field))
+        if self.norms_per_layer not in (1, 2, 4):
+            raise ShapeError(
+                f"{where}: need norms_per_layer as 1, 2 or 4; got "
+                f"{repr(self.norms_per_layer)[:60]}."
+            )
+        if self.head_dim is None and self.latent is None:
+            self._check_divides("num_heads", self.num_heads, "hidden", self.hidden)
         self._check_divides("num_kv_heads", self.kv_heads, "num_heads", self.num_heads)
-        for field in ("tied", "gated", "bias"):
-            self._check_switch(field, getattr(self, field))
-        self._check_word("norm", NORMS)
-        self._check_word("positions", POSITIONS)
+        for field in ("tied", "gated", "parallel", "chunked", "sinks"):
+            check_switch(where, field, getattr(self, field))
+        for field in WORDS:
+            if getattr(self, field) not in WORDS[field]:
+                raise CourseError(
+                    f"{where}: need {field} out of {', '.join(WORDS[field])}; "
+                    f"got {getattr(self, field)!r}."
+                )
+        for field in ("norm_eps", "attention_softcap", "logit_softcap"):
+            value = getattr(self, field)
+            if not (value is None and "cap" in field) and not (_is_number(value) and value > 0):
+                raise ShapeError(f"{where}: need {field} above 0; got {repr(value)[:60]}.")
+        self._check_parts()
+
+    def _restore(self) -> None:
+        """Make tuples and parts of what JSON gives: lists and mappings."""
+        for field, kind in PARTS.items():
+            if (value := getattr(self, field)) is not None:
+                where = f"model {self.name}, {field}"
+                object.__setattr__(self, field, build(kind, value, where))
+        for field in ("nope_layers", "window_layers"):
+            if (value := getattr(self, field)) is not None:
+                object.__setattr__(self, field, _indices(field, value))
+        object.__setattr__(self, "extras", tuple(self.extras))
+        if self.activation == ("silu" if self.gated else "gelu"):  # one way to say it
+            object.__setattr__(self, "activation", "default")
+        if not isinstance(self.bias, bool):
+            words = tuple(self.bias) if isinstance(self.bias, list | tuple) else (self.bias,)
+            if not set(map(str, words)) <= set(BIASED):
+                raise CourseError(
+                    f"model {self.name}: need bias as true, false or some of {', '.join(BIASED)}; "
+                    f"got {repr(self.bias)[:60]}."
+                )
+            object.__setattr__(self, "bias", words)
+
+    def _check_parts(self) -> None:
+        """Check what belongs together, and that named layers exist."""
+        where, latent = f"model {self.name}", self.latent
+        named = {"nope_layers": self.nope_layers, "window_layers": self.window_layers or ()}
+        if self.experts is not None:
+            named["experts.dense_layers"] = self.experts.dense_layers
+        for field, layers in named.items():
+            if max(layers, default=0) >= self.num_layers:
+                raise ShapeError(
+                    f"{where}: need {field} below {self.num_layers} layers; got {max(layers)}."
+                )
+        if latent is not None and (self.head_dim is not None or self.kv_heads != self.num_heads):
+            raise ShapeError(
+                f"{where}: need no head_dim and no num_kv_heads with latent attention, which has "
+                f"sizes of its own; got {self.head_dim} and {self.num_kv_heads}."
+            )
+        if self.window is None and (self.window_layers is not None or self.chunked):
+            raise ShapeError(f"{where}: need window with window_layers or chunked; got none.")
+        if self.norms_per_layer == 1 and not self.parallel:
+            raise ShapeError(f"{where}: need parallel with norms_per_layer 1; got neither.")
 
     @property
     def kv_heads(self) -> int:
@@ -64,27 +288,47 @@ class ModelSpec:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def head_dim(self) -> int:
-        """Size of one head."""
-        return self.hidden // self.num_heads
+    def head_size(self) -> int:
+        """Size of one head's query and key."""
+        if self.latent is not None:
+            return self.latent.nope_dim + self.latent.rope_dim
+        return self.hidden // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Size of one head's value."""
+        return self.head_size if self.latent is None else self.latent.value_dim
+
+    @property
+    def q_hidden(self) -> int:
+        """Size of all queries of one token."""
+        return self.num_heads * self.head_size
+
+    @property
+    def mixed_hidden(self) -> int:
+        """Size of what attention mixes for one token, all heads: the input of `out`."""
+        return self.num_heads * self.value_size
 
     @property
     def kv_hidden(self) -> int:
-        """Size of all keys of one token: hidden, or less with grouped-query attention."""
-        return self.kv_heads * self.head_dim
+        """Size of all keys of one token: less than the queries' with grouped-query attention."""
+        return self.kv_heads * self.head_size
 
-    def _check_size(self, field: str, size: Any) -> None:
-        if field == "num_kv_heads" and size is None:
-            return
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ShapeError(
-                f"model {self.name}: need {field} as a whole number above 0; got {repr(size)[:60]}."
-            )
-        if size > MOST.get(field, MOST_OF_OTHERS):
-            raise ShapeError(
-                f"model {self.name}: need {field} of at most "
-                f"{MOST.get(field, MOST_OF_OTHERS):,}; got {repr(size)[:60]}."
-            )
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the tables of tokens: vocab, up to a multiple of vocab_multiple."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def mlp_activation(self) -> str:
+        """Activation of the MLP, by name."""
+        if self.activation != "default":
+            return self.activation
+        return "silu" if self.gated else "gelu"
+
+    def has_bias(self, where: str) -> bool:
+        """Return whether there are biases in "qkv", "out", "mlp" or "norm"."""
+        return self.bias if isinstance(self.bias, bool) else where in self.bias
 
     def _check_divides(self, parts: str, count: int, whole: str, size: int) -> None:
         if size % count:
@@ -95,97 +339,19 @@ class ModelSpec:
                 f"Try {parts}={near}."
             )
 
-    def _check_switch(self, field: str, value: Any) -> None:
-        if not isinstance(value, bool):
-            raise CourseError(
-                f"model {self.name}: need {field} as true or false; got {repr(value)[:60]}."
-            )
 
-    def _check_word(self, field: str, words: tuple[str, ...]) -> None:
-        if getattr(self, field) not in words:
-            raise CourseError(
-                f"model {self.name}: need {field} out of {', '.join(words)}; "
-                f"got {getattr(self, field)!r}."
-            )
+PARTS = {"rope": Rope, "latent": LatentAttention, "experts": Experts}
 
 
-_LLAMA = {
-    "hidden": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "ffn_hidden": "intermediate_size",
-    "vocab": "vocab_size",
-    "max_seq": "max_position_embeddings",
-}
-_GPT2 = {
-    "hidden": "n_embd",
-    "num_layers": "n_layer",
-    "num_heads": "n_head",
-    "vocab": "vocab_size",
-    "max_seq": "n_positions",
-}
+def spec_fields(spec: Any) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, ready for JSON.
 
-
-def read_config(path: str | os.PathLike[str]) -> ModelSpec:
-    """Read the spec in a Hugging Face `config.json` of a gpt2, llama or mistral model.
-
-    Raises: CourseError for a file that cannot be read, or a model of another architecture
+    `ModelSpec(**fields)` restores the spec.
     """
-    path = Path(path)
-    config = read_json(path, "a config.json")
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    readers = {"gpt2": _gpt2, "llama": _llama, "mistral": _llama}
-    if not isinstance(kind, str) or kind not in readers:
-        raise CourseError(
-            f"{path}: need model_type {', '.join(readers)}; got {repr(kind)[:60]}. "
-            "Try ModelSpec(...) with the sizes yourself."
-        )
-    try:
-        return readers[kind](path.stem if path.stem != "config" else kind, config)
-    except KeyError as missing:
-        raise CourseError(f"{path}: need the field {missing}; it is not there.") from missing
-
-
-def _sizes(config: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
-    return {field: build(int, config[key], f"config.json, {key}") for field, key in keys.items()}
-
-
-def _gpt2(name: str, config: dict[str, Any]) -> ModelSpec:
-    sizes = _sizes(config, _GPT2)
-    return ModelSpec(
-        name=name,
-        **sizes,
-        ffn_hidden=config.get("n_inner") or 4 * sizes["hidden"],
-        tied=config.get("tie_word_embeddings", True),
-    )
-
-
-def _llama(name: str, config: dict[str, Any]) -> ModelSpec:
-    sizes = _sizes(config, _LLAMA)
-    spec = ModelSpec(
-        name=name,
-        **sizes,
-        num_kv_heads=config.get("num_key_value_heads"),
-        tied=config.get("tie_word_embeddings", False),
-        gated=True,
-        norm="rms",
-        positions="rope",
-        bias=config.get("attention_bias", False) is True and config.get("mlp_bias") is True,
-    )
-    head_dim = config.get("head_dim") or spec.head_dim
-    if head_dim != spec.head_dim or config.get("attention_bias", False) != spec.bias:
-        raise CourseError(
-            f"model {name}: need heads of hidden / num_heads = {spec.head_dim} and biases "
-            f"everywhere or nowhere; got heads of {repr(head_dim)[:60]} and attention_bias "
-            f"{repr(config.get('attention_bias', False))[:60]}. This build is not counted here."
-        )
-    return spec
-
-
-def spec_fields(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields that differ from their defaults; `ModelSpec(**fields)` restores it."""
+    found = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    defaults = {field.name: field.default for field in fields(spec)}
     return {
-        field.name: getattr(spec, field.name)
-        for field in fields(spec)
-        if getattr(spec, field.name) != field.default
+        name: spec_fields(value) if is_dataclass(value) else value
+        for name, value in found.items()
+        if value != defaults[name]
     }

@@ -12,8 +12,10 @@ Notebook 01b_speed.
 """
 
 from course_lib.core.errors import CourseError
+from course_lib.core.layers import layer_kinds, matrices
 from course_lib.core.specs import ModelSpec
 
+EXPERTS = ("experts", "router")  # operations that only a model with experts has
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -22,18 +24,40 @@ def forward_flop(spec: ModelSpec, batch: int, seq: int, *, causal: bool = False)
 
     causal   count only the half of the scores that a causal kernel computes; False: all scores
 
+    Experts count as often as a token is sent to one; layers with a window count its scores only.
+
     Source:  Narayanan et al. 2021 (Megatron-LM), appendix: 24Bsh² + 4Bs²h per layer, 2BshV
     """
-    tokens, layers = batch * seq, spec.num_layers
-    projections = spec.hidden * (2 * spec.hidden + 2 * spec.kv_hidden)  # q, out, k, v
-    mlp = spec.hidden * spec.ffn_hidden * (3 if spec.gated else 2)
-    scores = 2 * seq * spec.hidden  # queries times keys, weights times values
-    return {
-        "attention projections": 2 * tokens * projections * layers,
-        "attention scores": 2 * tokens * scores * layers // (2 if causal else 1),
-        "mlp": 2 * tokens * mlp * layers,
-        "logits": 2 * tokens * spec.hidden * spec.vocab,
+    each = {"attention": 0, "mlp": 0, "experts": 0, "router": 0, "scores": 0}  # a token
+    for layer, count in layer_kinds(spec).items():
+        for one in matrices(spec, layer):
+            each[one.part] += count * one.inputs * one.outputs * one.active
+        heads = spec.num_heads * (spec.head_size + spec.value_size)  # q times k, weights times v
+        each["scores"] += count * heads * score_pairs(seq, layer.window, spec.chunked, causal)
+    tokens = batch * seq
+    flop = {
+        "attention projections": 2 * tokens * each["attention"],
+        "attention scores": 2 * batch * each["scores"],
+        "mlp": 2 * tokens * each["mlp"],
+        "experts": 2 * tokens * each["experts"],
+        "router": 2 * tokens * each["router"],
+        "logits": 2 * tokens * spec.hidden * spec.padded_vocab,
     }
+    return flop if spec.experts else {k: v for k, v in flop.items() if k not in EXPERTS}
+
+
+def score_pairs(
+    seq: int, window: int | None = None, chunked: bool = False, causal: bool = False
+) -> int:
+    """Return the pairs of query and key of one sequence whose score counts.
+
+    Without a window seq² of them, or half with causal=True. A sliding window leaves each query
+    `window` keys; chunks of that size leave it those of its chunk.
+    """
+    size = seq if window is None else min(window, seq)
+    if not causal:
+        return seq * size
+    return seq * size // 2 if chunked else seq * size - size * size // 2
 
 
 def train_step_flop(

@@ -1,9 +1,19 @@
 """Number of parameters of a model, whole and on one rank.
 
-Matrices and vectors are counted from the sizes of a ModelSpec; the tests count instantiated models.
-Lessons import it as `course_lib.memory.count_params`. Notebook 01_memory.
+All counts are sums over the matrices and vectors that `course_lib.core.layers` lists; the tests
+count instantiated models. Lessons import it as `course_lib.memory.count_params`. Notebook
+01_memory.
 """
 
+from course_lib.core.layers import (
+    Matrix,
+    Vector,
+    layer_kinds,
+    matrices,
+    norm_vectors,
+    vectors,
+    weights,
+)
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import ModelSpec
 
@@ -15,59 +25,114 @@ def count_params(spec: ModelSpec) -> int:
     return sum(param_parts(spec).values())
 
 
+def active_params(spec: ModelSpec, *, embedding: bool = True) -> int:
+    """Return the parameters that one token uses: all but the experts to which it is not sent.
+
+    embedding   count its table too, of which a token reads one row; published counts differ in it
+    """
+    idle = sum(
+        count * (one.copies - one.active) * (one.inputs + one.bias) * one.outputs
+        for layer, count in layer_kinds(spec).items()
+        for one in matrices(spec, layer)
+    )
+    read = spec.padded_vocab * spec.hidden if not (embedding or spec.tied) else 0
+    return count_params(spec) - idle - read
+
+
 def param_parts(spec: ModelSpec) -> dict[str, int]:
-    """Return the number of parameters by part of the model, all layers together."""
-    h, kv, f, bias = spec.hidden, spec.kv_hidden, spec.ffn_hidden, int(spec.bias)
-    wide = 2 if spec.gated else 1  # matrices that go up to ffn_hidden
-    attention = 2 * h * (h + bias) + 2 * kv * (h + bias)  # q and out, k and v
-    mlp = wide * f * (h + bias) + h * (f + bias)
-    return {
-        "embedding": spec.vocab * h,
-        "positions": spec.max_seq * h if spec.positions == "learned" else 0,
-        "attention": spec.num_layers * attention,
-        "mlp": spec.num_layers * mlp,
-        "norms": (2 * spec.num_layers + 1) * norm_params(spec),
-        "head": 0 if spec.tied else spec.vocab * h,
+    """Return the number of parameters by part of the model, all layers together.
+
+    A model with experts has the parts "experts" and "router", too.
+    """
+    table, routed = spec.padded_vocab * spec.hidden, spec.experts is not None
+    parts = {
+        "embedding": table,
+        "positions": spec.max_seq * spec.hidden if spec.positions == "learned" else 0,
+        "attention": 0,
+        "mlp": 0,
+        **({"experts": 0, "router": 0} if routed else {}),
+        "norms": norm_params(spec),
+        "head": 0 if spec.tied else table,
     }
+    for layer, count in layer_kinds(spec).items():
+        for one in weights(spec, layer):
+            parts[one.part] += count * weights_on_rank(one)
+    return parts
 
 
 def norm_params(spec: ModelSpec) -> int:
     """Return the number of parameters of one norm."""
-    return spec.hidden * (2 if spec.norm == "layer" and spec.bias else 1)
+    return sum(one.size for one in norm_vectors(spec))
 
 
 def count_tensors(spec: ModelSpec) -> int:
     """Return the number of parameter tensors: Adam keeps a step counter for each."""
-    norm = 2 if spec.norm == "layer" and spec.bias else 1
-    linears = 7 if spec.gated else 6  # q, k, v, out, and the MLP's
-    layer = linears * (2 if spec.bias else 1) + 2 * norm
-    ends = 1 + (spec.positions == "learned") + norm + (not spec.tied)
-    return spec.num_layers * layer + ends
+    found = 1 + (spec.positions == "learned") + len(norm_vectors(spec)) + (not spec.tied)
+    for layer, count in layer_kinds(spec).items():
+        each = sum(one.copies * (1 + one.bias) for one in matrices(spec, layer))
+        found += count * (each + len(vectors(spec)))
+    return found
+
+
+def weights_on_rank(one: Matrix | Vector, parallelism: Parallelism = ONE) -> int:
+    """Return the numbers of a matrix, with its bias, or of a vector, on one rank.
+
+    Experts are divided over ep, and each over the tensor parallelism of its own. Heads of keys and
+    values that are fewer than tp are on several ranks.
+    """
+    if isinstance(one, Vector):
+        return one.size // min(parallelism.tp, one.pieces)
+    routed = one.part == "experts"
+    ranks = parallelism.expert_tensor if routed else parallelism.tp
+    ways = min(ranks, one.pieces) if one.split else 1
+    copies = one.copies // (parallelism.ep if routed else 1)
+    bias = one.bias * one.outputs // (ways if one.split == "outputs" else 1)
+    return copies * (one.inputs * one.outputs // ways + bias)
 
 
 def params_on_rank(spec: ModelSpec, parallelism: Parallelism = ONE, stage: int = 0) -> int:
     """Return the parameters that a rank computes with: its layers, its shard of each matrix.
 
-    ZeRO is not counted. Matrices are split over tp, norms and the biases of `out` are not. The
-    embedding is on the first stage and the head on the last; a tied one is on both.
+    ZeRO is not counted. Matrices are split over tp, experts over ep, norms, routers and the biases
+    of `out` are not split. The embedding is on the first stage and the head on the last; a tied one
+    is on both.
 
     Raises: MeshError when the model cannot be split that way
     """
     parallelism.check(spec)
-    layers = layers_on_stage(spec, parallelism, stage) * layer_params(spec, parallelism)
-    table = -(-spec.vocab * spec.hidden // parallelism.tp)  # split by rows, rounded up
+    held = sum(layers_params(spec, parallelism, stage).values())
+    table = -(-spec.padded_vocab * spec.hidden // parallelism.tp)  # split by rows, rounded up
     first, last = stage == 0, stage == parallelism.pp - 1
     positions = param_parts(spec)["positions"] if first else 0
     tables = first + (last and (not spec.tied or parallelism.pp > 1))
-    return layers + tables * table + positions + (norm_params(spec) if last else 0)
+    return held + tables * table + positions + (norm_params(spec) if last else 0)
+
+
+def expert_params_on_rank(spec: ModelSpec, parallelism: Parallelism = ONE, stage: int = 0) -> int:
+    """Return those of `params_on_rank` that are experts: other ranks hold the same ones."""
+    return layers_params(spec, parallelism, stage)["experts"]
+
+
+def layers_params(
+    spec: ModelSpec, parallelism: Parallelism = ONE, stage: int = 0
+) -> dict[str, int]:
+    """Return the parameters of a stage's layers on one rank, in those of experts and all others."""
+    held = {"experts": 0, "others": 0}
+    first = sum(layers_on_stage(spec, parallelism, before) for before in range(stage))
+    count = layers_on_stage(spec, parallelism, stage)
+    for layer, number in layer_kinds(spec, first, count).items():
+        for one in weights(spec, layer):
+            part = "experts" if one.part == "experts" else "others"
+            held[part] += number * weights_on_rank(one, parallelism)
+    return held
 
 
 def layer_params(spec: ModelSpec, parallelism: Parallelism = ONE) -> int:
-    """Return the number of parameters of one layer on one rank."""
-    parts = param_parts(spec)
-    whole = 2 * spec.hidden * spec.bias  # the biases of attention's and the MLP's `out`
-    split = (parts["attention"] + parts["mlp"]) // spec.num_layers - whole
-    return split // parallelism.tp + whole + 2 * norm_params(spec)
+    """Return the number of parameters of the largest layer on one rank."""
+    return max(
+        sum(weights_on_rank(one, parallelism) for one in weights(spec, layer))
+        for layer in layer_kinds(spec)
+    )
 
 
 def layers_on_stage(spec: ModelSpec, parallelism: Parallelism, stage: int = 0) -> int:

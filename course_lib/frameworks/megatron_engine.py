@@ -178,7 +178,7 @@ class MegatronEngine:
             vp_stage=index,
         ).to(rank_device(), self.config.params_dtype)
         if self.spec.positions == "rope":  # rounded as the course's
-            pairs = torch.arange(0, self.spec.head_dim, 2) / self.spec.head_dim
+            pairs = torch.arange(0, self.spec.head_size, 2) / self.spec.head_size
             chunk.rotary_pos_emb.inv_freq = (10000**-pairs).to(rank_device())
         rank = self._groups.state.get_tensor_model_parallel_rank()
         with torch.no_grad():
@@ -275,7 +275,7 @@ def _transformer_config(model: GPT, sizes: MegatronSizes) -> Any:
         gated_linear_unit=spec.gated,
         activation_func=nn.functional.silu if spec.gated else nn.functional.gelu,
         normalization="RMSNorm" if spec.norm == "rms" else "LayerNorm",
-        add_bias_linear=spec.bias,
+        add_bias_linear=spec.has_bias("out"),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=sizes.tp,

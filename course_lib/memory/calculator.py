@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
+from course_lib.core.hub_config import read_config
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import find_model
 from course_lib.core.recipes import find_recipe
 from course_lib.core.records import Ledger
-from course_lib.core.specs import ModelSpec, read_config
+from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import mfu, six_n_d, train_step_flop
 from course_lib.cost.hardware import Device, find_device
 from course_lib.cost.params import count_params

@@ -115,10 +115,10 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.flash, self.causal = spec, flash, causal
-        self.q = nn.Linear(spec.hidden, spec.hidden, bias=spec.bias)
-        self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=spec.bias)
-        self.v = nn.Linear(spec.hidden, spec.kv_hidden, bias=spec.bias)
-        self.out = nn.Linear(spec.hidden, spec.hidden, bias=spec.bias)
+        self.q = nn.Linear(spec.hidden, spec.q_hidden, bias=spec.has_bias("qkv"))
+        self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=spec.has_bias("qkv"))
+        self.v = nn.Linear(spec.hidden, spec.kv_hidden, bias=spec.has_bias("qkv"))
+        self.out = nn.Linear(spec.q_hidden, spec.hidden, bias=spec.has_bias("out"))
         self.dropout = Dropout(dropout)
         self.turn = Rotary(spec) if spec.positions == "rope" else nn.Identity()
 
@@ -152,7 +152,7 @@ class Attention(nn.Module):
         return (weights.view(batch, k.shape[1], -1, seq) @ v).view(q.shape)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.spec.head_size)).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -164,9 +164,10 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.up = nn.Linear(spec.hidden, spec.ffn_hidden, bias=spec.bias)
-        self.gate = nn.Linear(spec.hidden, spec.ffn_hidden, bias=spec.bias) if spec.gated else None
-        self.out = nn.Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
+        bias = spec.has_bias("mlp")
+        self.up = nn.Linear(spec.hidden, spec.ffn_hidden, bias=bias)
+        self.gate = nn.Linear(spec.hidden, spec.ffn_hidden, bias=bias) if spec.gated else None
+        self.out = nn.Linear(spec.ffn_hidden, spec.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
@@ -208,9 +209,9 @@ class Rotary(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        if spec.head_dim % 2:
-            raise ShapeError(f"Rotary: need an even head_dim; got {spec.head_dim}.")
-        speed = 10000 ** -(torch.arange(0, spec.head_dim, 2) / spec.head_dim)
+        if spec.head_size % 2:
+            raise ShapeError(f"Rotary: need an even head_dim; got {spec.head_size}.")
+        speed = 10000 ** -(torch.arange(0, spec.head_size, 2) / spec.head_size)
         angle = torch.outer(torch.arange(spec.max_seq), speed).repeat(1, 2)  # [max_seq, head_dim]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
@@ -234,7 +235,7 @@ def make_norm(spec: ModelSpec) -> nn.Module:
     """Return the norm of the spec, over the last dim."""
     if spec.norm == "rms":
         return nn.RMSNorm(spec.hidden, eps=1e-5)
-    return nn.LayerNorm(spec.hidden, bias=spec.bias)
+    return nn.LayerNorm(spec.hidden, bias=spec.has_bias("norm"))
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ The messages are those that each method's `cost.py` lists; this file says which 
 what computation hides of them. Notebook 12_planner.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from course_lib.core.specs import ModelSpec
@@ -17,8 +18,7 @@ from course_lib.tensor_parallel.cost import tensor_traffic
 
 def one_layer(model: ModelSpec) -> ModelSpec:
     """Return the model with a single layer."""
-    fields = {**model.__dict__, "num_layers": 1}
-    return ModelSpec(**fields)
+    return replace(model, num_layers=1)
 
 
 def tensor_s(model: ModelSpec, cluster: Cluster, plan: Plan) -> tuple[LayerTime, LayerTime]:

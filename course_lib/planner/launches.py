@@ -239,7 +239,7 @@ def _megatron_model(step: PredictedStep) -> Mapping[str, object]:
         "position-embedding-type": "rope" if model.positions == "rope" else "learned_absolute",
         "normalization": "RMSNorm" if model.norm == "rms" else "LayerNorm",
         "swiglu": model.gated,
-        "disable-bias-linear": not model.bias,
+        "disable-bias-linear": not model.has_bias("out"),
         "untie-embeddings-and-output-weights": not model.tied,
         "attention-dropout": 0,
         "hidden-dropout": 0,

@@ -94,7 +94,7 @@ def replicated_params(spec: ModelSpec) -> int:
 
     These are norms, learned positions, and the biases of row-parallel layers.
     """
-    out_biases = 2 * spec.num_layers * spec.hidden * spec.bias
+    out_biases = spec.num_layers * spec.hidden * (spec.has_bias("out") + spec.has_bias("mlp"))
     norms = (2 * spec.num_layers + 1) * norm_params(spec)
     return norms + param_parts(spec)["positions"] + out_biases
 

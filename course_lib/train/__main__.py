@@ -15,8 +15,9 @@ from typing import Any
 import typer
 
 from course_lib.core.errors import CourseError, MeshError
+from course_lib.core.hub_config import read_config
 from course_lib.core.presets import ENCODERS, find_model
-from course_lib.core.specs import ModelSpec, read_config
+from course_lib.core.specs import ModelSpec
 from course_lib.train import options as o
 from course_lib.train.config import TrainConfig, one_of, positive, was_restarted
 from course_lib.train.launcher import (

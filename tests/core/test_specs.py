@@ -79,17 +79,20 @@ def test_a_spec_is_written_down_by_what_differs():
 
 def test_config_json_of_the_hub(tmp_path):
     spec = read_config(write(tmp_path, LLAMA))
-    assert spec == ModelSpec(**{**spec_fields(MODELS["llama-8b"]), "name": "llama"})
+    assert spec == ModelSpec(
+        **{**spec_fields(MODELS["llama-8b"]), "name": "llama", "norm_eps": 1e-6}
+    )
     assert read_config(write(tmp_path, GPT2)).ffn_hidden == 4 * 768
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mixtral"}, "need model_type gpt2, llama, mistral; got 'mixtral'"),
-        ({"head_dim": 64}, "need heads of hidden / num_heads = 128"),
-        ({"attention_bias": True}, "biases everywhere or nowhere"),
+        ({"model_type": "mamba"}, "need model_type gpt2, gpt_neox, llama, .*; got 'mamba'"),
         ({"num_attention_heads": 33}, "need hidden divisible by num_heads"),
+        ({"num_experts": 4}, "the field 'num_experts' .4. is not known here"),
+        ({"hidden_act": "xielu"}, "hidden_act: need one of silu"),
+        ({"head_dim": "128"}, "head_dim: need a whole number"),
     ],
 )
 def test_configs_that_are_not_counted_say_so(tmp_path, change, words):
@@ -154,7 +157,9 @@ def test_parallelism_refuses_what_cannot_be_split():
     for wrong, words in (({"tp": 0}, "need tp"), ({"zero": 4}, "need zero as 0, 1, 2 or 3")):
         with pytest.raises(MeshError, match=words):
             Parallelism(**wrong)
-    with pytest.raises(MeshError, match="need kv_heads of llama-8b divisible by tp; got 8 and 16"):
-        Parallelism(tp=16).check(MODELS["llama-8b"])
+    Parallelism(tp=16).check(MODELS["llama-8b"])  # each of 8 heads of keys is on two ranks
+    three = ModelSpec(**{**SIZES, "hidden": 24, "num_heads": 12, "num_kv_heads": 3})
+    with pytest.raises(MeshError, match="need kv_heads of own as a divisor or a multiple of tp"):
+        Parallelism(tp=4).check(three)
     with pytest.raises(MeshError, match="at most the 12 layers of gpt2; got 13"):
         Parallelism(pp=13).check(MODELS["gpt2"])
