@@ -565,7 +565,7 @@ inside = Link(name="fast wire", latency_s=1e-3, bytes_per_s=200e6)
 two_nodes = TwoLevelLink(inside=inside, outside=wire, ranks_per_node=2)
 ring_s = network.ring_all_reduce_s(sizes[-1], 4, two_nodes)
 levels_s = network.hierarchical_all_reduce_s(sizes[-1], 4, two_nodes, ranks_per_node=2)
-print(f"{two_nodes}; 4 MiB: by the formula, {ring_s / levels_s:.1f} times as fast as the ring")
+print(f"formula, 4 MiB: two levels are {ring_s / levels_s:.1f} times as fast; {two_nodes}")
 
 # %% tags=["picture", "measured"]
 from course_lib.collectives import hierarchical_all_reduce
