@@ -10,14 +10,16 @@
 # - count the FLOP of a training step, exactly and by the rule $6ND$;
 # - compute an MFU, and say when two published MFUs can be compared;
 # - place an operation on a roofline: is it memory-bound or compute-bound?
-# - say how many tokens a rank needs so that its messages can hide behind its computation.
+# - say how many tokens a rank needs so that its messages can hide behind its computation;
+# - say what experts change: bytes follow all parameters, FLOP the active ones.
 #
-# **Prerequisites:** lesson 01. **Time:** about 35 minutes of reading and running, 25 of exercises.
+# **Prerequisites:** lesson 01. **Time:** about 40 minutes of reading and running, 25 of exercises.
 # Exercise 1 is *core*, exercise 2 goes *further*.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $N$ | `num_params` | parameters |
+# | $N_\text{active}$ | `active` | parameters that one token uses |
 # | $D$ | `tokens` | tokens in a step, on all ranks |
 # | $t$ | | tokens in a step on one rank |
 # | $h$ | `hidden` | hidden size: numbers per token between layers |
@@ -344,6 +346,60 @@ check("speed-2", tokens_needed)
 # link bandwidth. For data parallelism and FSDP, FLOP per byte grow with the tokens per rank, and
 # are fewer if gradients are reduced in fp32; for tensor parallelism, they grow with the width of
 # the model.**
+#
+# ## 5 Experts: bytes without FLOP
+#
+# So far, $N$ has cancelled: a dense model computes 6 FLOP per token for each parameter that it
+# stores and sends. Many models of today break this rule on purpose. In place of one MLP, a layer
+# has many small ones, its *experts*, and a *router* that sends each token to a few of them.
+# We say that a model has $N$ parameters, of which a token uses $N_\text{active}$. Here
+# are two models that cost about as many FLOP per token:
+
+# %%
+from course_lib.cost.params import active_params
+
+for name in ("llama2-13b", "mixtral-8x7b"):
+    spec = MODELS[name]
+    num_params, active = count_params(spec), active_params(spec)
+    sizes = f"{num_params / 1e9:4.1f} billion parameters, {active / 1e9:.1f} active"
+    cost = f"{6 * active / 1e9:.0f} GFLOP per token, {16 * num_params / 1e9:.0f} GB of states"
+    print(f"{name:12} {sizes}: {cost}")
+
+# %% [markdown]
+# Now train Mixtral with FSDP on the eight H100s of one node. A dense model needed 2,199 tokens per
+# rank to hide its messages. FSDP gathers *all* experts of a layer, whichever of them are used. How
+# many tokens per rank does Mixtral need?
+
+# %% tags=["predict"]
+guess = predict("tokens per rank for Mixtral, in one node", unit="tokens")
+### GUESS guess.commit(2000)
+
+# %% tags=["picture"]
+dense = h100.peak() / nodes.ring(range(8)).bytes_per_s
+mixtral = MODELS["mixtral-8x7b"]
+reveal(guess, dense * count_params(mixtral) / active_params(mixtral))
+show(*pictures.bytes_against_flop())
+
+# %% [markdown]
+# A rank receives $2N$ bytes but computes only $2N_\text{active}$ FLOP per token, so it needs
+# $N/N_\text{active}$ times as many tokens. Everything that is counted in bytes (memory, messages,
+# checkpoints) follows $N$; everything that is counted in FLOP follows $N_\text{active}$. This is
+# why models with experts are divided differently: in *expert parallelism* each rank keeps some
+# experts, and the tokens travel to them.
+#
+# Models of today differ from GPT-2 in three smaller ways, and `course memory --model config.json`
+# counts them all:
+#
+# - **Heads have a size of their own** (`head_dim`). In Qwen3-0.6B, 16 heads of 128 numbers make
+#   2,048, twice the hidden size: its attention has twice the weights and twice the FLOP for scores
+#   that heads of $h/16$ numbers would have.
+# - **Queries and keys are normed** (QK norm): 256 weights per layer, but the norms save their
+#   inputs for backward, as every norm does.
+# - **Some layers have a sliding window**: a token attends to the last 4,096 tokens, say. Scores and
+#   the keys and values that generation keeps stop growing with the sequence in these layers.
+#
+# **Bytes follow all parameters, FLOP follow the active ones. A model with experts has more bytes
+# per FLOP by $N/N_\text{active}$, and each of its limits by memory or links is that much closer.**
 #
 # ## Read on
 #
