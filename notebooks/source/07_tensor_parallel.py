@@ -745,7 +745,7 @@ show(*pictures.sequence_region(4))
 # both collectives, and put them before and after `part`, a function of all tokens.
 # `Boundary.apply(x, function, adjoint)` returns `function(x)`; in backward it computes the gradient
 # of x as `adjoint(grad)`. About 10 lines. Example: of 3 tokens on 2 ranks, rank 1 holds one token
-# and one of padding, and `part` gets the 3 tokens. In the output and in the gradient of x, padding
+# and padding, and `part` gets the 3 tokens. In the output and in the gradient of x, padding
 # is zero. Budget: one all-gather and one reduce-scatter in each pass.
 #
 # <details><summary>Hint: the wrong tokens</summary>
