@@ -528,10 +528,9 @@ for name in ["this course"] + ["Megatron-Core"] * (not missing("megatron.core"))
 #
 # All ranks hold the residual stream, so dropout must draw *the same* mask for it on all of them.
 # The heads of attention are split. Here the masks must differ, because one process would also
-# draw another mask for each head. No single seed setting gives both: with the same seed on all
-# ranks, all masks are equal, and with a different seed on each rank, all masks differ. Suppose that
-# each of two ranks starts with a *different* seed. Are the weights of the norms, which both ranks
-# hold, still equal after 5 steps?
+# draw another mask for each head. Suppose that we try the simplest way: each of two ranks starts
+# with a *different* seed. Are the weights of the norms, which both ranks hold, still equal after 5
+# steps?
 
 # %% tags=["predict"]
 guess_alike = predict("different seeds: are the norms still the same?", choices=("yes", "no"))
@@ -562,10 +561,12 @@ reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 # gradients for the norms, and changes them differently. The printed losses do not show it, but the
 # ranks no longer hold *one* model.
 #
-# There are two solutions. With the course's `ShardedDropout`, all ranks have the same seed. Every
-# rank draws the mask of all heads, as one process would, and uses the part for its own heads.
-# Megatron-LM has two random states: one with the same seed on all ranks, and one for split tensors,
-# whose seed depends on the rank.
+# No choice of seeds solves this. With a different seed on each rank, the masks differ on the
+# residual stream, too; with the same seed on all ranks, they are equal on the heads, too. There are
+# two solutions. With the course's `ShardedDropout`, all ranks have the same seed. Every rank draws
+# the mask of all heads, as one process would, and uses the part for its own heads. Megatron-LM has
+# two random states: one with the same seed on all ranks, and one for split tensors, whose seed
+# depends on the rank.
 #
 # **Dropout masks must be equal on tensors that all ranks hold, and independent on split ones.**
 #
