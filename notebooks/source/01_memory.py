@@ -230,8 +230,8 @@ print("kept:", *kept)
 #
 # Measure the bytes that autograd keeps. It calls `pack(tensor)` for each tensor that an operation
 # saves, and keeps what `pack` returns. Views share the **storage** of their tensor, and even a
-# small view keeps all of it alive: count each storage once, in full. `tensor.untyped_storage()` has
-# an address, `data_ptr()`, and a size, `nbytes()`. Write `pack`: it notes each storage's bytes in
+# small view keeps it alive: count each storage once, in full. `tensor.untyped_storage()` has an
+# address, `data_ptr()`, and a size, `nbytes()`. Write `pack`: it notes each storage's bytes in
 # `kept`, under the storage's address, and returns the tensor unchanged. Omit storages of `params`:
 # `skip` has their addresses. For `gelu(x @ w)` with `params` `[x, w]`, the result is 8,192.
 #

@@ -38,6 +38,7 @@ from course_lib.checks import check
 from course_lib.core import MODELS
 from course_lib.core.units import format_bytes
 from course_lib.cost.hardware import DEVICES
+from course_lib.cost.published import rows
 from course_lib.display import predict, reveal, show
 from course_lib.memory import count_params
 from course_lib.speed import forward_flop, mfu, pictures, roof_of, six_n_d, train_step_flop
@@ -94,8 +95,12 @@ for seq in (2048, 8192, 32768, 131072):
 # The mask hides half of the scores: no token attends to later ones. Some count *all* scores, as if
 # nothing were masked (Narayanan et al. 2021, appendix; Chowdhery et al. 2022, appendix B). Others
 # count *half*, which is what a causal kernel computes (Dao 2023, section 4.1). The course counts
-# all, unless it says `causal`. (Where the table has a plus sign, $6ND$ is too *high*: it counts the
-# embedding, which multiplies nothing in this untied model.)
+# all, unless it says `causal`. Up to which length of a sequence is $6ND$ good enough? In a GPT
+# layer, each of the two attention products takes $2sh$ FLOP per token in forward if all scores
+# count, so together they take $12sh$ in a step. The matrices take $6\cdot12h^2=72h^2$. The scores
+# therefore add a share of $s/(6h)$, or half of it in the other convention. (Where the table has a
+# plus sign, $6ND$ is too *high*: it counts the embedding, which multiplies nothing in this untied
+# model.)
 #
 # ### Exercise 1 (core): the FLOP of a step
 #
@@ -124,7 +129,7 @@ def step_flop(spec, batch, seq, causal):
 check("speed-1", step_flop)
 
 # %% [markdown]
-# **A step of $D$ tokens takes about $6ND$ FLOP as long as sequences are short. For longer
+# **A step of $D$ tokens takes about $6ND$ FLOP as long as $s$ is far below $6h$. For longer
 # sequences, add the attention scores, and say whether you count all of them or half.**
 #
 # ## 2 How busy is the GPU?
@@ -165,11 +170,14 @@ print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share
 
 # %% tags=["picture"]
 show(*pictures.mfu_of_real_runs())
+top = max(rows("llm_foundry"), key=lambda run: float(run["MFU"] or 0))
+print(f"LLM Foundry's highest MFU: {top['MFU']} %, {top['Model']} on {top['# GPUs']} {top['GPU']}")
 
 # %% [markdown]
-# None of these runs reaches 60 % of the peak. But be careful when you compare the stars. The next
-# picture shows published runs of one 7B model on 8 H100s. Each throughput was measured once; only
-# the count of FLOP differs between the three curves.
+# None of these stars reaches 60 % of the peak, and the best run in all tables of LLM Foundry is
+# only a little above it. But be careful when you compare the stars. The next picture shows
+# published runs of one 7B model on 8 H100s. Each throughput was measured once; only the count of
+# FLOP differs between the three curves.
 
 # %% tags=["picture"]
 show(*pictures.mfu_by_convention())
@@ -311,7 +319,9 @@ reveal(guess, h100.peak() / nodes.ring(groups["one GPU per node"]).bytes_per_s)
 #
 # $$ \frac{72\,h^2/p}{16\,h\,(p-1)/p} = \frac92\,\frac{h}{p-1} \text{ FLOP per byte} $$
 #
-# for any number of tokens: here more tokens do not help, but a wider model does.
+# for any number of tokens: here more tokens do not help, but a wider model does. The ratio says
+# only what *could* be hidden. In the simple version of tensor parallelism, the next product needs
+# the sum, so its all-reduces are exposed however wide the model is (lesson 07).
 #
 # ### Exercise 2 (further): tokens that hide a link
 #
