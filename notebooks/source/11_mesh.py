@@ -378,7 +378,7 @@ show(*pictures.axis_dots(formula, counted, who=f"Rank {rank}"))
 # ### Break it
 #
 # `backward` selects a rank's sequences by its coordinate along dp. Suppose that a data loader
-# selects them by the coordinate along **tp** instead. Then the two ranks of a tensor group read
+# selects them by the coordinate along **tp** instead. Then the two ranks of a tp group read
 # different sequences. What do you notice in training?
 
 # %% tags=["predict"]
@@ -587,7 +587,8 @@ for mesh in (cube, outermost):
 # Along pp rank 0 sends the fewest bytes and spends the most time, because these are the messages
 # that cross the nodes: each pays the high latency. Some axis has to cross the nodes. Choose the
 # axis whose messages cost least on the slow link. This also answers why the ratio is not 10: the
-# good order has a slow axis, too.
+# good order has a slow axis, too. (The busiest ranks are those of the last stage, which also
+# all-reduce along tp for the loss. Rank 0's seconds therefore give a smaller ratio.)
 #
 # On a real cluster you find this in a trace: add up the seconds of the calls whose group has ranks
 # on more than one node, by axis. (Receives are left out, because they mostly wait for the other
@@ -656,10 +657,12 @@ for nodes in (2, 8, 32):
 # %% [markdown]
 # The link is not the only cause. With twice the TP degree there are half as many replicas, so each
 # rank all-reduces twice as many tokens (section 2), in rings of twice as many ranks. And each
-# rank's matrices become smaller, which a GPU computes less efficiently. Look at the left end, too,
-# and at the lines below the picture. An 8B model does not fit on one GPU, so the runs with tp = 1
-# divide it in another way: its layers along pp, and its optimizer state by ZeRO-1. On 2 and 8
-# nodes, no degree beats these runs. On 32 nodes it is the opposite: tp = 1 is slower than 2, 4 and
+# rank's matrices become smaller, which a GPU computes less efficiently.
+#
+# Look at the left end, too, and at the lines below the picture. The training state of an 8B model
+# does not fit on one GPU, so the runs with tp = 1 divide it in another way: its layers along pp,
+# and its optimizer state by ZeRO-1. On 2 and 8 nodes, no degree beats these runs. On 32 nodes it is
+# the opposite: tp = 1 is slower than 2, 4 and
 # 8. There, 256 GPUs share 256 sequences. The two runs with 256 replicas failed, and the fastest run
 # with tp = 1 has 16 stages and only 16 micro-batches: by lesson 08, its bubble is almost as long as
 # its computation. With tp = 8 no pipeline is needed. **Use tensor parallelism when you need it (for
