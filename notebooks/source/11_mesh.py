@@ -655,9 +655,10 @@ for nodes in (2, 8, 32):
             print(f"{nodes} nodes: {split}, {run['grad_acc']} micro-batches of {run['mbs']}")
 
 # %% [markdown]
-# The link is not the only cause. With twice the TP degree there are half as many replicas, so each
-# rank all-reduces twice as many tokens (section 2), in rings of twice as many ranks. And each
-# rank's matrices become smaller, which a GPU computes less efficiently.
+# The link is not the only cause. With twice the TP degree on the same GPUs, $d\,p$ is half as
+# large. So each rank all-reduces twice as many numbers, $\frac Lp\cdot\frac{b\,s\,h}{d}$ (section
+# 2), in rings of twice as many ranks. And each rank's matrices become smaller, which a GPU computes
+# less efficiently.
 #
 # Look at the left end, too, and at the lines below the picture. The training state of an 8B model
 # does not fit on one GPU, so the runs with tp = 1 divide it in another way: its layers along pp,
