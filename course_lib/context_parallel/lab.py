@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.context_parallel.all_gather import all_gather_attention
-from course_lib.context_parallel.cost import AttentionSizes, PassBytes
+from course_lib.context_parallel.cost import FORWARD_FLOP, AttentionSizes, PassBytes
 from course_lib.context_parallel.layouts import LAYOUTS, positions
 from course_lib.context_parallel.ring import ring_attention
 from course_lib.context_parallel.ulysses import ulysses_attention
@@ -136,3 +136,26 @@ def fitted_busy_s(
     """Return the processor seconds of a pair of query and key: of all work by all pairs."""
     total_s = sum(min(turns) for by_rank in busy_s.values() for turns in by_rank)
     return total_s / sum(sum(by_rank) for by_rank in pairs.values())
+
+
+def forward_s(
+    sizes: AttentionSizes, p: int, flop_per_s: float, bytes_per_s: float
+) -> dict[str, float]:
+    """Return the seconds of one layer's attention in forward, by form, for those that are possible.
+
+    Causal and balanced. The ring computes with one block while it sends it; the two others first
+    send, then compute. Latency is left out, and that small blocks compute less efficiently.
+    """
+    pairs = sizes.batch * sizes.seq**2 / 2 / p
+    compute_s = FORWARD_FLOP * pairs * sizes.num_heads * sizes.head_dim / flop_per_s
+    block = 2 * sizes.numbers(sizes.kv_heads, sizes.seq / p) * sizes.number_bytes  # K and V
+    send_s = block / bytes_per_s
+    found = {
+        "ring": (p - 1) * max(compute_s / p, send_s) + compute_s / p,
+        "all-gather": (p - 1) * send_s + compute_s,
+    }
+    if sizes.num_heads % p == 0 and sizes.kv_heads % p == 0:
+        heads = 2 * (sizes.num_heads + sizes.kv_heads)
+        sent = sizes.numbers(heads, sizes.seq / p) * sizes.number_bytes * (p - 1) / p
+        found["Ulysses"] = sent / bytes_per_s + compute_s
+    return found
