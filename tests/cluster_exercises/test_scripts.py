@@ -27,6 +27,8 @@ REFUSED = {
     "11_mesh --turns 0": "--turns above 0",
     "14_checkpoint --model gpt9": "model: need a preset",
     "14_checkpoint --mtbf-hours 0": "--mtbf-hours above 0",
+    "15_context_parallel --heads 3 --kv-heads 2": "num_heads divisible by kv_heads",
+    "15_context_parallel --turns 0": "--turns above 0",
 }
 
 

@@ -68,9 +68,9 @@ CUT_BACK, PUT_BACK = "x.chunk(dist.get_world_size(), dim=2)", "torch.cat(list(re
 RESHAPE = "into.reshape(x.shape[0], -1, dist.get_world_size() * x.shape[2], x.shape[3])"
 DEALT = "[x[:, r :: dist.get_world_size()] for r in range(dist.get_world_size())]"
 GATHERS = (
-    "alls = [torch.empty_like(parts) for _ in range(len(parts))]\n"
-    "dist.all_gather(alls, parts)\n"
-    "into = torch.stack([one[dist.get_rank()] for one in alls])"
+    "received_all = [torch.empty_like(parts) for _ in range(len(parts))]\n"
+    "dist.all_gather(received_all, parts)\n"
+    "into = torch.stack([one[dist.get_rank()] for one in received_all])"
 )
 
 ULYSSES = Exercise(
