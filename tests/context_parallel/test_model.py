@@ -185,8 +185,6 @@ def recomputed():
 
 
 REPLACED = "parallelize_context: need attention as GPT has it; got one that is replaced"
-    "CourseError: parallelize_context: need attention as GPT has it; got one that is replaced"
-)
 REFUSED = [
     ("CourseError: parallelize_context: need a GPT; got Linear", forward(lambda: nn.Linear(2, 2))),
     (REPLACED, twice),
