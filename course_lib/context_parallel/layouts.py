@@ -72,7 +72,7 @@ def unshard(shards: Sequence["Tensor"], layout: str = "contiguous", dim: int = 1
     """
     p, lengths = len(shards), [one.shape[dim] for one in shards]
     held = [positions(rank, p, sum(lengths), layout) for rank in range(p)]
-    if lengths != [len(own) for own in held]:
+    if not shards or lengths != [len(own) for own in held]:
         raise ShapeError(
             f"unshard: need the {layout} shards of {sum(lengths)} tokens, of lengths "
             f"{[len(own) for own in held]}; got {lengths}. Try all shards, in the order of ranks."

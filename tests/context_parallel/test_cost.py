@@ -12,7 +12,6 @@ import torch.distributed as dist
 from course_lib.context_parallel.cost import (
     FORMS,
     AttentionSizes,
-    PassBytes,
     causal_pairs,
     contiguous_imbalance,
     hides_from,
@@ -22,11 +21,11 @@ from course_lib.context_parallel.cost import (
 )
 from course_lib.context_parallel.lab import (
     ATTENTION,
-    fitted_busy_s,
-    measure_busy,
+    RingRuns,
+    fitted_pair_s,
     measure_bytes,
+    measure_ring,
     own_qkv,
-    record_ring,
 )
 from course_lib.context_parallel.layouts import LAYOUTS, positions
 from course_lib.context_parallel.masks import HeldTokens, sees
@@ -154,42 +153,38 @@ def test_measured_bytes_are_the_formula(pools):
     )
 
 
-def test_a_planted_message_too_many_is_seen_in_the_picture():
-    measured = {2: {form: [PassBytes(1024, 3072)] * 2 for form in FORMS}}
-    figure, _ = bytes_picture(SIZES, measured)
-    assert figure.axes[0].lines[0].get_ydata()[0] != figure.axes[0].lines[1].get_ydata()[0] == 4
-
-
 def test_busy_ranks_follow_their_part_of_the_mask(pools):
     """Processor seconds: a loaded machine stretches them, but not by what is told apart here."""
     sizes = AttentionSizes(seq=2048, num_heads=2, kv_heads=2, head_dim=32, number_bytes=4)
-    busy_s = measure_busy(pools(4), sizes, ("contiguous", "zigzag"), turns=3)
-    first, *_, last = (min(turns) for turns in busy_s["contiguous"])
+    runs = measure_ring(pools(4), sizes, ("contiguous", "zigzag"), turns=3)
+    first, *_, last = (min(turns) for turns in runs["contiguous"].busy_s)
     assert last > 1.5 * first
-    balanced = [min(turns) for turns in busy_s["zigzag"]]
-    assert max(balanced) / min(balanced) < last / first
-    figure, alt = busy_picture(sizes, 4, busy_s)
+    assert runs["zigzag"].imbalance < runs["contiguous"].imbalance
+    figure, alt = busy_picture(sizes, 4, runs)
     assert title_of(figure) == alt
     assert "(formula 1.75), zigzag" in alt
 
 
-def test_the_formula_of_busy_ranks_is_fitted_to_their_sum():
-    pairs = {"contiguous": [10, 30], "zigzag": [20, 20]}
-    busy_s = {"contiguous": [[2.0, 1.0], [3.0, 3.5]], "zigzag": [[2.0], [2.0]]}
-    assert fitted_busy_s(pairs, busy_s) == pytest.approx(8 / 80)
+def test_seconds_of_the_formula_are_fitted_to_the_sum_of_the_measured_ones():
+    runs = {
+        "contiguous": RingRuns([[2.0, 1.0], [3.0, 3.5]], []),
+        "zigzag": RingRuns([[2.0]] * 2, []),
+    }
+    assert runs["contiguous"].imbalance == 1.5
+    assert fitted_pair_s(SIZES, runs) == pytest.approx(8 / (2 * 48 * 49 / 2))
 
 
 def test_the_ring_on_the_clock_has_every_block_and_message(pools):
-    runs = record_ring(pools(2), SIZES, ("contiguous", "zigzag"), turns=2)
-    kinds = [(e.rank, e.kind) for e in runs["zigzag"] if e.kind in ("forward", "send")]
-    assert sorted(kinds) == [(r, k) for r in (0, 1) for k in ("forward", "forward", "send")]
-    assert min(event.start_s for event in runs["contiguous"]) == 0
-    runs = {
-        name: [Event(rank=0, kind="forward", start_s=0.0, end_s=end)]
-        for name, end in (("contiguous", 0.04), ("zigzag", 0.03))
-    }
-    figure, alt = ring_on_the_clock(runs)
-    assert title_of(figure) == "Forward pass of a causal ring: contiguous 40 ms, zigzag 30 ms"
+    runs = measure_ring(pools(2), SIZES, ("contiguous", "zigzag"), turns=2)
+    kinds = [(e.rank, e.kind) for e in runs["zigzag"].fastest]
+    for rank in (0, 1):  # a message of blocks each way, and one of gradients
+        numbers = [kinds.count((rank, kind)) for kind in ("forward", "backward", "send", "recv")]
+        assert numbers == [2, 2, 3, 3]
+    assert min(event.start_s for event in runs["contiguous"].fastest) == 0
+    ends = {"contiguous": 0.04, "zigzag": 0.03}
+    events = {n: [Event(rank=0, kind="forward", start_s=0.0, end_s=s)] for n, s in ends.items()}
+    figure, alt = ring_on_the_clock({name: RingRuns([], own) for name, own in events.items()})
+    assert "forward and backward: contiguous 40 ms, zigzag 30 ms" in title_of(figure)
     assert alt.startswith(title_of(figure))
 
 

@@ -332,10 +332,14 @@ REFUSED = [
     ("need layout as one of contiguous, zigzag, striped; got 'zag'", attend(layout="zag")),
     ("need 4 tokens, those of rank {rank} of 2 of a contiguous sequence of 8", attend(seq=8)),
     ("and a token for every rank, seq >= p; got", attend(seq=1)),
-    ("need the document of every token ... [2, 6]; got [2, 3]", attend(
-        documents=torch.zeros(2, 3), seq=6)),
-    ("need the document of every token ... [2, 6]; got [6]", attend(documents=torch.zeros(6))),
-    ("need 5 tokens ... got 3. Try shard(", attend(documents=torch.zeros(2, 10))),
+    ("need documents, the whole number ... as [2, 6]; got [2, 3] int64", attend(
+        documents=torch.zeros(2, 3, dtype=torch.long), seq=6)),
+    ("as [2, 6]; got [6] int64", attend(documents=torch.zeros(6, dtype=torch.long))),
+    ("need documents, ... got [2, 6] float32", attend(documents=torch.zeros(2, 6))),
+    ("need documents, ... got list", attend(documents=[[1] * 6] * 2)),
+    ("need 5 tokens ... got 3. Try shard(", attend(
+        documents=torch.zeros(2, 10, dtype=torch.long))),
+    ("need seq as a whole number of tokens; got 6.0", attend(seq=6.0)),
     *(
         (f"MeshError: rank {{rank}}, {form.__name__}: need a group that holds", foreign_group(form))
         for form in ATTENTION.values()
