@@ -23,8 +23,7 @@ from course_lib.ranks import Ranks, record
 from course_lib.ranks.progress import in_turns
 from course_lib.ranks.timing import from_zero
 
-Form = Callable[..., Tensor]
-ATTENTION: dict[str, Form] = {  # by the names of `cost.FORMS`
+ATTENTION: dict[str, Callable[..., Tensor]] = {  # by the names of `cost.FORMS`
     "ring": ring_attention,
     "all-gather": all_gather_attention,
     "Ulysses": ulysses_attention,
@@ -100,7 +99,7 @@ class RingRuns:
 def measure_ring(
     ranks: Ranks, sizes: AttentionSizes, layouts: Sequence[str] = LAYOUTS, turns: int = 5
 ) -> dict[str, RingRuns]:
-    """Run causal ring attention in each layout, in turns; a first turn warms up, and is left out."""
+    """Run causal ring attention in each layout, in turns, after one that warms up."""
     by_rank = ranks.run(_ring_turns, sizes, list(layouts), turns)
     runs = {}
     for layout in layouts:
