@@ -28,7 +28,7 @@ def positions(rank: int, p: int, seq: int, layout: str = "contiguous") -> list[i
     Rotary and learned positions of a shard are those of this list, not 0, 1, 2, ...
 
     Raises:  CourseError for another layout; ShapeError for a rank outside 0 .. p-1, or seq < p
-    Source:  Brandon et al. 2023 (Striped Attention), section 3; the zigzag is that of Llama 3
+    Source:  Brandon et al. 2023 (Striped Attention); the zigzag is that of Llama 3
              (Dubey et al. 2024, section 3.3)
     """
     if layout not in LAYOUTS:

@@ -126,6 +126,8 @@ def context_loss(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor
     The mean over ranks of its gradients, as DDP takes it, is then the gradient of the mean over
     tokens; a mean of the ranks' means would count a token of a rank with few targets for more.
 
+    group   all ranks that have parts of the batch: with replicas, those of dp and cp together
+
     Shapes:  [batch, seq/p, vocab] and [batch, seq/p] -> []
     Cost:    one all_reduce of one number
     """

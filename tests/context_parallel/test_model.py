@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from course_lib.context_parallel import (
+    context_loss,
     layouts,
     model,
     parallelize_context,
@@ -122,6 +123,26 @@ def test_context_and_tensor_parallelism_together(pools):
         return gather_tensors(module, {n: p.grad for n, p in module.named_parameters()})
 
     module = gpt(LEARNED)
+    x, y = batch(0)
+    token_loss(module(x), y).backward()
+    assert_same(pools(4).run(step), {n: p.grad for n, p in module.named_parameters()})
+
+
+def test_replicas_of_context_parallel_ranks(pools):
+    """Two replicas (dp) over two ranks (cp): one group has the parameters, a token one weight."""
+
+    def step(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        dp, cp = mesh["dp"].get_local_rank(), mesh["cp"].get_local_rank()
+        module = parallelize_context(gpt(ROTARY), mesh["cp"].get_group(), layout="striped", seq=13)
+        wrapped = DDP(module)
+        mine = [part[dp::2] for part in batch(0)]  # two sequences, and one
+        x, y = shard_batch(*mine, cp, 2, "striped")
+        context_loss(wrapped(x), y).backward()
+        wrapped.finish()
+        return {n: p.grad for n, p in module.named_parameters()}
+
+    module = gpt(ROTARY)
     x, y = batch(0)
     token_loss(module(x), y).backward()
     assert_same(pools(4).run(step), {n: p.grad for n, p in module.named_parameters()})
