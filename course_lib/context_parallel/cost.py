@@ -97,7 +97,7 @@ def ulysses_bytes(
     heads than ranks they are replicated, and count as p.
 
     Raises: ShapeError unless p divides the heads, and p or kv_heads the other
-    Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3
+    Source: Jacobs et al. 2023 (DeepSpeed Ulysses)
     """
     q_heads, kv_heads = sizes.num_heads, max(sizes.kv_heads, p)
     if q_heads % p or kv_heads % p or kv_heads % sizes.kv_heads:

@@ -53,13 +53,13 @@ def placement_of(
     where = f"rank {member.global_rank(member.rank)}, {where}"
     _check_tensors(where, q, k, v)
     rank, p, own = member.rank, member.size, q.shape[2]
-    if seq is None:
-        seq = own * p if documents is None else documents.shape[-1]
-    if documents is not None and documents.shape != (len(q), seq):
-        raise ShapeError(
-            f"{where}: need the document of every token of the whole sequence, "
-            f"{[len(q), seq]}; got {list(documents.shape)}. Try ids of all ranks' tokens."
-        )
+    if documents is not None:
+        seq = _checked_seq(where, documents, len(q), seq)
+        documents = documents.to(q.device)
+    elif seq is None:
+        seq = own * p
+    elif isinstance(seq, bool) or not isinstance(seq, int):
+        raise ShapeError(f"{where}: need seq as a whole number of tokens; got {repr(seq)[:60]}.")
     held = [positions(one, p, seq, layout) for one in range(p)]
     if len(held[rank]) != own:
         raise ShapeError(
@@ -67,19 +67,26 @@ def placement_of(
             f"sequence of {seq}; got {own}. Try shard(x, rank, p, layout, dim=2), and seq= where "
             "p does not divide the sequence."
         )
-    if documents is not None:
-        documents = documents.to(q.device)
-    return Placement(
-        member,
-        tuple(
-            HeldTokens(
-                torch.tensor(one, device=q.device),
-                None if documents is None else documents[:, one],
-            )
-            for one in held
-        ),
-        causal,
-    )
+    tokens = [
+        HeldTokens(
+            torch.tensor(one, device=q.device), None if documents is None else documents[:, one]
+        )
+        for one in held
+    ]
+    return Placement(member, tuple(tokens), causal)
+
+
+def _checked_seq(where: str, documents: Tensor, batch: int, seq: int | None) -> int:
+    """Return the tokens of a sequence, each with its document. Raises: ShapeError"""
+    whole = isinstance(documents, Tensor) and not documents.is_floating_point()
+    shape = list(documents.shape) if whole else []
+    needed = [batch, shape[-1] if seq is None and shape else seq]
+    if shape != needed:
+        raise ShapeError(
+            f"{where}: need documents, the whole number of that of every token of all ranks, as "
+            f"{needed}; got {describe(documents)}. Try ids of the whole sequences."
+        )
+    return shape[1]
 
 
 def _check_tensors(where: str, q: Tensor, k: Tensor, v: Tensor) -> None:

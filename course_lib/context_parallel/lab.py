@@ -1,12 +1,13 @@
 """Measure context-parallel attention on real ranks: bytes sent, and how busy each rank is.
 
-`measure_bytes` counts the messages of each form; `measure_busy` times the work of each rank under
-each layout in seconds of its processor, so that neither waiting for other ranks nor a shared core
-counts. Notebook 15_context_parallel.
+`measure_bytes` counts the messages of each form. `measure_ring` times the work of each rank under
+each layout, in seconds of its processor: neither waiting for other ranks nor a shared core counts.
+Notebook 15_context_parallel.
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,7 @@ from course_lib.ranks import Ranks, record
 from course_lib.ranks.progress import in_turns
 from course_lib.ranks.timing import from_zero
 
-Form = Callable[..., Tensor]
-ATTENTION: dict[str, Form] = {  # by the names of `cost.FORMS`
+ATTENTION: dict[str, Callable[..., Tensor]] = {  # by the names of `cost.FORMS`
     "ring": ring_attention,
     "all-gather": all_gather_attention,
     "Ulysses": ulysses_attention,
@@ -78,64 +78,56 @@ def _sent_by_form(rank: int, sizes: AttentionSizes, layout: str) -> dict[str, Pa
     return found
 
 
-def measure_busy(
-    ranks: Ranks, sizes: AttentionSizes, layouts: Sequence[str] = LAYOUTS, turns: int = 5
-) -> dict[str, list[list[float]]]:
-    """Return for each layout, rank and turn the processor seconds of causal ring attention.
+@dataclass(frozen=True)
+class RingRuns:
+    """Causal ring attention in one layout: forward and backward, several turns.
 
-    Forward and backward together; a first turn, which warms up, is not counted.
+    busy_s    processor seconds by rank and turn
+    fastest   all ranks' events of the turn that took the shortest, on a clock that starts at 0
     """
-    by_rank = ranks.run(_busy_by_layout, sizes, list(layouts), turns)
-    return {layout: [found[layout] for found in by_rank] for layout in layouts}
+
+    busy_s: list[list[float]]
+    fastest: list[Event]
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest rank's processor seconds, divided by the mean; of each the least turn."""
+        least = [min(turns) for turns in self.busy_s]
+        return max(least) * len(least) / sum(least)
 
 
-def _busy_by_layout(
+def measure_ring(
+    ranks: Ranks, sizes: AttentionSizes, layouts: Sequence[str] = LAYOUTS, turns: int = 5
+) -> dict[str, RingRuns]:
+    """Run causal ring attention in each layout, in turns, after one that warms up."""
+    by_rank = ranks.run(_ring_turns, sizes, list(layouts), turns)
+    runs = {}
+    for layout in layouts:
+        together = zip(*(found[layout] for found in by_rank), strict=True)  # turn by turn
+        events = [from_zero(e for _, own in turn for e in own) for turn in together]
+        busy_s = [[seconds for seconds, _ in found[layout]] for found in by_rank]
+        runs[layout] = RingRuns(busy_s, min(events, key=lambda one: max(e.end_s for e in one)))
+    return runs
+
+
+def _ring_turns(
     rank: int, sizes: AttentionSizes, layouts: Sequence[str], turns: int
-) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {layout: [] for layout in layouts}
+) -> dict[str, list[tuple[float, list[Event]]]]:
+    found: dict[str, list[tuple[float, list[Event]]]] = {layout: [] for layout in layouts}
     for layout in in_turns(layouts, turns + 1):
         q, k, v, grad = own_qkv(rank, dist.get_world_size(), sizes, layout)
         dist.barrier()
         start_s = time.thread_time()
-        ring_attention(q, k, v, layout=layout, seq=sizes.seq).backward(grad)
-        found[layout].append(time.thread_time() - start_s)
-    return {layout: seconds[1:] for layout, seconds in found.items()}
-
-
-def record_ring(
-    ranks: Ranks, sizes: AttentionSizes, layouts: Sequence[str] = LAYOUTS, turns: int = 5
-) -> dict[str, list[Event]]:
-    """Return for each layout all ranks' events of the fastest forward pass of a causal ring."""
-    by_rank = ranks.run(_ring_events, sizes, list(layouts), turns)
-    return {layout: _fastest([found[layout] for found in by_rank]) for layout in layouts}
-
-
-def _ring_events(
-    rank: int, sizes: AttentionSizes, layouts: Sequence[str], turns: int
-) -> dict[str, list[list[Event]]]:
-    found: dict[str, list[list[Event]]] = {layout: [] for layout in layouts}
-    for layout in in_turns(layouts, turns + 1):
-        q, k, v, _ = own_qkv(rank, dist.get_world_size(), sizes, layout)
-        dist.barrier()
         with record() as log:
-            ring_attention(q, k, v, layout=layout, seq=sizes.seq)
-        found[layout].append(log.events)
-    return {layout: turns[1:] for layout, turns in found.items()}
+            ring_attention(q, k, v, layout=layout, seq=sizes.seq).backward(grad)
+        found[layout].append((time.thread_time() - start_s, log.events))
+    return {layout: seen[1:] for layout, seen in found.items()}
 
 
-def _fastest(by_rank: Sequence[Sequence[list[Event]]]) -> list[Event]:
-    """Return all ranks' events of the turn that took the shortest, on a clock that starts at 0."""
-    together = zip(*by_rank, strict=True)
-    turns = [from_zero(event for own in ranks for event in own) for ranks in together]
-    return min(turns, key=lambda events: max(event.end_s for event in events))
-
-
-def fitted_busy_s(
-    pairs: Mapping[str, Sequence[int]], busy_s: Mapping[str, Sequence[Sequence[float]]]
-) -> float:
-    """Return the processor seconds of a pair of query and key: of all work by all pairs."""
-    total_s = sum(min(turns) for by_rank in busy_s.values() for turns in by_rank)
-    return total_s / sum(sum(by_rank) for by_rank in pairs.values())
+def fitted_pair_s(sizes: AttentionSizes, runs: Mapping[str, RingRuns]) -> float:
+    """Return the processor seconds per pair of query and key: of all runs, by all their pairs."""
+    total_s = sum(min(turns) for run in runs.values() for turns in run.busy_s)
+    return total_s / (len(runs) * sizes.seq * (sizes.seq + 1) / 2)
 
 
 def forward_s(

@@ -28,7 +28,7 @@ def positions(rank: int, p: int, seq: int, layout: str = "contiguous") -> list[i
     Rotary and learned positions of a shard are those of this list, not 0, 1, 2, ...
 
     Raises:  CourseError for another layout; ShapeError for a rank outside 0 .. p-1, or seq < p
-    Source:  Brandon et al. 2023 (Striped Attention), section 3; the zigzag is that of Llama 3
+    Source:  Brandon et al. 2023 (Striped Attention); the zigzag is that of Llama 3
              (Dubey et al. 2024, section 3.3)
     """
     if layout not in LAYOUTS:
@@ -72,7 +72,7 @@ def unshard(shards: Sequence["Tensor"], layout: str = "contiguous", dim: int = 1
     """
     p, lengths = len(shards), [one.shape[dim] for one in shards]
     held = [positions(rank, p, sum(lengths), layout) for rank in range(p)]
-    if lengths != [len(own) for own in held]:
+    if not shards or lengths != [len(own) for own in held]:
         raise ShapeError(
             f"unshard: need the {layout} shards of {sum(lengths)} tokens, of lengths "
             f"{[len(own) for own in held]}; got {lengths}. Try all shards, in the order of ranks."

@@ -7,14 +7,14 @@ weight. Notebook 15_context_parallel.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.collectives.group import Group, member_of
+from course_lib.collectives.group import Group, GroupMember, member_of
 from course_lib.context_parallel.layouts import positions
 from course_lib.context_parallel.ring import ring_attention
 from course_lib.core.errors import CourseError, ShapeError
@@ -22,7 +22,32 @@ from course_lib.data_parallel.naive_ddp import weighted_loss
 from course_lib.models.data import IGNORED
 from course_lib.models.gpt import GPT, Attention, Rotary, token_loss
 
-Positions = Callable[[int], list[int]]  # number of tokens of this rank -> their positions
+
+@dataclass(frozen=True)
+class ShardPositions:
+    """Global positions of this rank's tokens, given their number; `seq` None: p times as many."""
+
+    member: GroupMember
+    max_seq: int
+    layout: str
+    seq: int | None
+
+    def __call__(self, length: int) -> list[int]:
+        """Return the positions. Raises: ShapeError for another number of tokens, or too many"""
+        where = f"rank {self.member.global_rank(self.member.rank)}, parallelize_context"
+        whole = self.seq or length * self.member.size
+        if whole > self.max_seq:
+            raise ShapeError(
+                f"{where}: need at most max_seq = {self.max_seq} tokens on all ranks together; got "
+                f"{whole}. Try a spec with a larger max_seq."
+            )
+        held = positions(self.member.rank, self.member.size, whole, self.layout)
+        if len(held) != length:
+            raise ShapeError(
+                f"{where}: need this rank's {len(held)} of {whole} tokens; got {length}. Try "
+                "shard_batch(tokens, targets, rank, p, layout)."
+            )
+        return held
 
 
 class ContextAttention(Attention):
@@ -44,7 +69,7 @@ class ShardRotary(nn.Module):
     Shapes:  [batch, heads, seq/p, head_dim] -> the same
     """
 
-    def __init__(self, rotary: Rotary, positions_of: Positions) -> None:
+    def __init__(self, rotary: Rotary, positions_of: ShardPositions) -> None:
         super().__init__()
         self.rotary, self.positions_of = rotary, positions_of
 
@@ -82,23 +107,7 @@ def parallelize_context(
     member = member_of(group, "parallelize_context")
     _check(model)
     positions(member.rank, member.size, seq or model.spec.max_seq, layout)  # known, and not empty
-
-    def positions_of(length: int) -> list[int]:
-        whole = seq or length * member.size
-        if whole > model.spec.max_seq:
-            raise ShapeError(
-                f"rank {dist.get_rank()}, parallelize_context: need at most max_seq = "
-                f"{model.spec.max_seq} tokens on all ranks together; got {whole}. Try a spec with "
-                "a larger max_seq."
-            )
-        held = positions(member.rank, member.size, whole, layout)
-        if len(held) != length:
-            raise ShapeError(
-                f"rank {dist.get_rank()}, parallelize_context: need this rank's {len(held)} of "
-                f"{whole} tokens; got {length}. Try shard_batch(tokens, targets, rank, p, layout)."
-            )
-        return held
-
+    positions_of = ShardPositions(member, model.spec.max_seq, layout, seq)
     for module in list(model.modules()):
         if isinstance(module, Attention):
             module.__class__ = ContextAttention  # as `fully_shard` does: hooks and names stay
@@ -117,6 +126,8 @@ def context_loss(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor
     The mean over ranks of its gradients, as DDP takes it, is then the gradient of the mean over
     tokens; a mean of the ranks' means would count a token of a rank with few targets for more.
 
+    group   all ranks that have parts of the batch: with replicas, those of dp and cp together
+
     Shapes:  [batch, seq/p, vocab] and [batch, seq/p] -> []
     Cost:    one all_reduce of one number
     """
@@ -125,7 +136,7 @@ def context_loss(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor
 
 
 def _at_global_positions(
-    positions_of: Positions, embedding: nn.Module, args: tuple[Tensor]
+    positions_of: ShardPositions, embedding: nn.Module, args: tuple[Tensor]
 ) -> tuple[Tensor]:
     """Replace the places 0, 1, 2, ... in a shard by those in the whole sequence."""
     (local,) = args

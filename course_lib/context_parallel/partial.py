@@ -27,7 +27,7 @@ def attend_block(
     Shapes:  q [batch, heads, n, head_dim], k and v [batch, kv_heads, m, head_dim], mask
              [batch or 1, n, m] -> [batch, heads, n, head_dim], [batch, heads, n]
     Cost:    4 n m head_dim FLOP per head
-    Source:  Rabe and Staats 2021 (Self-attention Does Not Need O(n^2) Memory), section 2
+    Source:  Rabe and Staats 2021 (Self-attention Does Not Need O(n^2) Memory)
     """
     with torch.autocast(q.device.type, enabled=False):
         scores = _scores(q, k, mask)  # [batch, kv_heads, group, n, m]

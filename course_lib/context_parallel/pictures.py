@@ -20,11 +20,10 @@ from course_lib.context_parallel.cost import (
     imbalance,
     kept_bytes,
 )
-from course_lib.context_parallel.lab import fitted_busy_s
+from course_lib.context_parallel.lab import RingRuns, fitted_pair_s
 from course_lib.context_parallel.layouts import LAYOUTS, positions
 from course_lib.core.links import Link
 from course_lib.core.presets import MODELS
-from course_lib.core.records import Event
 from course_lib.core.units import GIB, KIB
 from course_lib.cost.flops import train_step_flop
 from course_lib.cost.hardware import H100
@@ -98,27 +97,22 @@ def bytes_picture(
     return figure, title
 
 
-def busy_picture(
-    sizes: AttentionSizes, p: int, busy_s: Mapping[str, Sequence[Sequence[float]]]
-) -> tuple[Figure, str]:
+def busy_picture(sizes: AttentionSizes, p: int, runs: Mapping[str, RingRuns]) -> tuple[Figure, str]:
     """Draw the processor seconds of each rank beside those that its part of the mask says.
 
     The formula's seconds of a pair are those of all measured work, divided by all its pairs.
-
-    busy_s   by layout, rank and turn: `measure_busy`
     """
-    pairs = {layout: causal_pairs(p, sizes.seq, layout) for layout in busy_s}
-    pair_ms = 1e3 * fitted_busy_s(pairs, busy_s)
+    pair_ms = 1e3 * fitted_pair_s(sizes, runs)
     curves = {
         layout: Voices(
-            simulation=[pair_ms * of_rank for of_rank in pairs[layout]],
-            measurement=[[1e3 * s for s in turns] for turns in by_rank],
+            simulation=[pair_ms * pairs for pairs in causal_pairs(p, sizes.seq, layout)],
+            measurement=[[1e3 * s for s in turns] for turns in run.busy_s],
         )
-        for layout, by_rank in busy_s.items()
+        for layout, run in runs.items()
     }
     told = [
-        f"{layout} {_imbalance(by_rank):.2f} (formula {imbalance(p, sizes.seq, layout):.2f})"
-        for layout, by_rank in busy_s.items()
+        f"{layout} {run.imbalance:.2f} (formula {imbalance(p, sizes.seq, layout):.2f})"
+        for layout, run in runs.items()
     ]
     title = f"The busiest rank's time divided by the mean: {', '.join(told)}"
     figure = compare(
@@ -133,19 +127,13 @@ def busy_picture(
     return figure, title
 
 
-def _imbalance(by_rank: Sequence[Sequence[float]]) -> float:
-    least = [min(turns) for turns in by_rank]
-    return max(least) * len(least) / sum(least)
-
-
-def ring_on_the_clock(
-    runs: Mapping[str, Sequence[Event]], link: Link | None = None
-) -> tuple[Figure, str]:
-    """Draw the forward pass of a ring on all ranks, for each layout: `record_ring`."""
-    ends_ms = {name: 1e3 * max(event.end_s for event in events) for name, events in runs.items()}
-    title = "Forward pass of a causal ring: "
+def ring_on_the_clock(runs: Mapping[str, RingRuns], link: Link | None = None) -> tuple[Figure, str]:
+    """Draw the forward and the backward pass of a ring on all ranks, for each layout."""
+    events = {layout: run.fastest for layout, run in runs.items()}
+    ends_ms = {name: 1e3 * max(event.end_s for event in own) for name, own in events.items()}
+    title = "A causal ring, forward and backward: "
     title += ", ".join(f"{name} {end:.0f} ms" for name, end in ends_ms.items())
-    return timelines(runs, title, link=link), f"{title}; blocks travel while others are computed"
+    return timelines(events, title, link=link), f"{title}; a block travels while one is computed"
 
 
 def hiding_picture(

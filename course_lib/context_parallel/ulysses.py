@@ -45,7 +45,7 @@ def ulysses_attention(
              forward, in four all_to_alls; the same in backward
     Adjoint: itself: an all_to_all for each
     Raises:  MeshError unless p divides heads, and p or kv_heads the other; ShapeError, CourseError
-    Source:  Jacobs et al. 2023 (DeepSpeed Ulysses), section 3
+    Source:  Jacobs et al. 2023 (DeepSpeed Ulysses)
     """
     placed = placement_of("ulysses_attention", q, k, v, group, causal, layout, seq, documents)
     p, kv_heads = placed.member.size, k.shape[1]

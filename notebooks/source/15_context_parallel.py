@@ -357,16 +357,18 @@ check("context_parallel-3", blocks_of_step)
 
 # %% tags=["picture", "measured"]
 sizes = AttentionSizes(seq=1024, num_heads=4, kv_heads=4, head_dim=32, number_bytes=4)
-busy_s = lab.measure_busy(four, sizes, turns=3)
-least_s = [min(turns) for turns in busy_s["contiguous"]]
+busy = lab.measure_ring(four, sizes, turns=3)
+least_s = [min(turns) for turns in busy["contiguous"].busy_s]
 claim(
     "with a contiguous layout, the last rank works longer than the first", least_s[3] > least_s[0]
 )
-show(*pictures.busy_picture(sizes, 4, busy_s))
+show(*pictures.busy_picture(sizes, 4, busy))
 
 # %% [markdown]
-# The measured ratios are nearer to 1 than those of the formula: copying messages and merging parts
-# costs time, too, and equally much on all ranks.
+# The measured ratio of the contiguous layout is nearer to 1 than that of the formula: copying
+# messages and merging parts costs time, too, on all ranks. And the striped layout is balanced, but
+# its ranks work longer. In it every block is half masked, and the library computes attention in
+# tiles, of which it masks a part afterwards.
 #
 # **Under a causal mask, the last rank of a contiguous layout works $2 - 1/p$ times as long as the
 # average. Give each rank early and late tokens: a zigzag is balanced in every step.**

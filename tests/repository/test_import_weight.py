@@ -47,6 +47,7 @@ def imported_by(code: str) -> set[str]:
         (COMMAND.format(["plan", "--help"]), (*HEAVY, "rich.progress", "psutil")),
         (COMMAND.format(SEARCH.split()), HEAVY),
         ("import course_lib.planner", (*HEAVY, "rich", "typer")),
+        ("import course_lib.context_parallel.cost", HEAVY),
         ("import course_lib.train.launcher", HEAVY),
         ("import course_lib.train.trainer", (*COMPILER, *LATER, *ENGINES)),
     ],
