@@ -2,7 +2,7 @@
 # # 15 Context parallelism: one long sequence on many ranks
 #
 # **Question.** A batch can be split until every rank has one sequence. What if even one sequence is
-# too long for a GPU? Attention is the only part of a model in which a token looks at other tokens.
+# too long for a GPU? In a Transformer, only attention lets a token look at other tokens.
 # How do several ranks compute it together, when each of them holds only a part of the sequence?
 #
 # *After this lesson you can*
@@ -78,8 +78,8 @@ for p in (1, 16):
 
 # %% [markdown]
 # At this length attention is most of the work. It also needs memory. For backward, FlashAttention
-# keeps the queries, keys, values and outputs: the GiB that the cell prints, in all layers more than
-# an H100 has.
+# keeps the queries, keys, values and outputs. In all layers together they fill a whole H100, before
+# a single weight is stored.
 #
 # The methods of the earlier lessons do not solve this. Data parallelism cannot split one sequence.
 # Pipeline parallelism gives each stage some layers, but the whole sequence. Tensor parallelism
@@ -270,7 +270,7 @@ QKV = [torch.randn(1, heads, 64, 16, dtype=torch.float64) for heads in (8, 4, 4)
 
 
 def attend_on_ranks(rank, form, layout="contiguous"):
-    """Output and key gradient of this rank's tokens, and how far they are from one process."""
+    """Return how far this rank's outputs and gradients are from those of one process."""
     whole = [x.clone().requires_grad_() for x in QKV]
     own = [shard(x, rank, dist.get_world_size(), layout, dim=2).requires_grad_() for x in QKV]
     alone = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
@@ -464,8 +464,8 @@ show(
 # The loss falls as in the correct run, here even a little faster. No error is raised, and the ranks
 # agree on the weights, so the usual checks see nothing. (In this synthetic text a token depends
 # only on the one before it, so a model can do without most positions.) The model has learned with
-# wrong distances between the two chunks of a shard. This shows only later, when somebody runs it on
-# one GPU, where positions are right.
+# wrong distances between tokens of different chunks. This shows only later, when somebody runs it
+# on one GPU, where positions are right.
 #
 # How can it be found? Compare with one process, *before* training, in float64:
 
@@ -617,7 +617,7 @@ for form in lab.ATTENTION.values():
     print(f"{form.__name__}, zigzag: the numbers of one process: {same}")
 
 # %% [markdown]
-# **An all-gather of keys and values sends what a ring sends in forward, cannot overlap with
+# **An all-gather of keys and values sends what a ring sends in forward, does not overlap with
 # attention, and holds all keys. With few KV heads this is cheap, and any mask is easy.**
 #
 # ## 8 Which one when
@@ -703,12 +703,12 @@ for run in rows("llama3"):
 show(*pictures.long_runs_picture())
 
 # %% [markdown]
-# Llama 3 loses little: the MFU at 131,072 tokens is 38 %, beside 41 % at 8,192 tokens on as many
-# GPUs. The picture shows runs of torchtitan. Each doubles the length *and* the number of ranks that
-# share a sequence, so the memory of a GPU stays the same: this is what context parallelism is for.
-# Tokens per second fall because each token attends to more keys (the line), and more than that (the
-# stars). Some of this is exposed communication; some comes from the kernels, because float8
-# speeds up the matrices, but not attention, and the formula does not know that.
+# Llama 3 loses only a few points of MFU at 16 times the length, on as many GPUs. The picture shows
+# runs of torchtitan. Each doubles the length *and* the number of ranks that share a sequence, so
+# the memory of a GPU stays the same: this is what context parallelism is for. Tokens per second
+# fall because each token attends to more keys (the line), and then by more than that (the stars).
+# The published numbers do not say why. Two causes are likely: exposed messages, and float8, which
+# speeds up the matrices but not attention, so that the mean speed falls as attention grows.
 #
 # In frameworks the forms are options: Megatron-Core's `--context-parallel-size` with
 # `--cp-comm-type p2p`, `all_gather`, `a2a` or `a2a+p2p` (the last is USP); in PyTorch
