@@ -144,6 +144,11 @@ def test_each_group_attends_to_its_own_tokens(pools, form):
     assert_law(by_rank[1::2], cases[1:])
 
 
+def test_ulysses_sends_a_shared_head_to_the_ranks_whose_queries_share_it(pools):
+    cases = [Case("Ulysses", kv_heads=2), Case("Ulysses", "zigzag", kv_heads=1)]
+    assert_law(pools(4).run(on_rank, cases), cases)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_second_backward_adds_the_same_and_a_second_derivative_is_refused(pools, form):
     def twice(rank):
