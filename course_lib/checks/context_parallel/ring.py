@@ -35,6 +35,10 @@ SAME_BLOCK = Cause(
 EACH_STEP = Cause("In each step but the last: start one message each way, attend, wait for both.")
 EARLY = Cause("The block is read before it has arrived: wait for both handles after attend.")
 NO_OVERLAP = Cause("Nothing overlaps: start both messages before attend, and wait after it.")
+HANGS = Cause(
+    "Each of the p - 1 messages needs its partner: on every rank start isend and irecv of a step, "
+    "and wait for both only then."
+)
 TOO_MANY = Cause("p - 1 messages are enough: in the last step nobody needs another block.")
 ONE_MESSAGE = Cause("Keys and values travel together: torch.stack([k, v]) is one message a step.")
 LEFT = Cause("A block goes to the right neighbor, rank + 1, and comes from the left one.")
@@ -114,7 +118,13 @@ RING = Exercise(
     check=ByExample(
         observe_on_rank=_observe,
         facets=(KINDS, UNWAITED, SOURCES, OUTPUT, ROUNDS, *ALWAYS),
-        looks=((SOURCES, SAME_BLOCK), (OUTPUT, WEIGHTS), (ROUNDS, EACH_STEP), (KINDS, THE_OUTPUT)),
+        looks=(
+            ("hang", HANGS),
+            (SOURCES, SAME_BLOCK),
+            (OUTPUT, WEIGHTS),
+            (ROUNDS, EACH_STEP),
+            (KINDS, THE_OUTPUT),
+        ),
         rtol=1e-9,  # parts may be merged in another order
         success="The keys of all ranks on 1 to 4 ranks, one message per step, while it computes.",
     ),
