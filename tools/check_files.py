@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote
 
-LIMIT_BYTES = 512_000
+LIMIT_BYTES = 500_000
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)")
 DRAWN = {"slides"}  # pictures there are drawn by `make slides`, which checks them
 

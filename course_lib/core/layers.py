@@ -75,10 +75,9 @@ def layers(spec: ModelSpec) -> tuple[Layer, ...]:
 
 
 @lru_cache(maxsize=4096)
-def layer_kinds(spec: ModelSpec, first: int = 0, count: int | None = None) -> dict[Layer, int]:
-    """Return how many layers of each kind there are, from `first` on."""
-    end = spec.num_layers if count is None else first + count
-    return dict(Counter(layers(spec)[first:end]))
+def layer_kinds(spec: ModelSpec) -> dict[Layer, int]:
+    """Return how many layers of each kind there are."""
+    return dict(Counter(layers(spec)))
 
 
 @lru_cache(maxsize=4096)

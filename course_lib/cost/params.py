@@ -5,10 +5,14 @@ count instantiated models. Lessons import it as `course_lib.memory.count_params`
 01_memory.
 """
 
+from collections import Counter
+
 from course_lib.core.layers import (
+    Layer,
     Matrix,
     Vector,
     layer_kinds,
+    layers,
     matrices,
     norm_vectors,
     vectors,
@@ -116,15 +120,33 @@ def expert_params_on_rank(spec: ModelSpec, parallelism: Parallelism = ONE, stage
 def layers_params(
     spec: ModelSpec, parallelism: Parallelism = ONE, stage: int = 0
 ) -> dict[str, int]:
-    """Return the parameters of a stage's layers on one rank, in those of experts and all others."""
-    held = {"experts": 0, "others": 0}
-    first = sum(layers_on_stage(spec, parallelism, before) for before in range(stage))
-    count = layers_on_stage(spec, parallelism, stage)
-    for layer, number in layer_kinds(spec, first, count).items():
+    """Return the parameters of a stage's layers on one rank, by what divides them.
+
+    "split" is divided by tp, "whole" by nothing (norms, routers, biases of `out`), "experts" by ep
+    and the tensor parallelism of their own.
+
+    Source: Megatron-Core's theoretical_memory_usage.py has the same three kinds
+    """
+    held = {"split": 0, "whole": 0, "experts": 0}
+    for layer, number in Counter(stage_kinds(spec, parallelism, stage)).items():
         for one in weights(spec, layer):
-            part = "experts" if one.part == "experts" else "others"
-            held[part] += number * weights_on_rank(one, parallelism)
+            params = number * weights_on_rank(one, parallelism)
+            if one.part == "experts":
+                held["experts"] += params
+            elif isinstance(one, Matrix) and one.split:
+                bias = number * one.bias * one.outputs * (one.split == "inputs")
+                held["whole"] += bias
+                held["split"] += params - bias
+            else:
+                is_split = isinstance(one, Vector) and one.pieces > 1
+                held["split" if is_split else "whole"] += params
     return held
+
+
+def stage_kinds(spec: ModelSpec, parallelism: Parallelism, stage: int = 0) -> tuple[Layer, ...]:
+    """Return the kinds of the layers of one pipeline stage, first to last."""
+    first = sum(layers_on_stage(spec, parallelism, before) for before in range(stage))
+    return layers(spec)[first : first + layers_on_stage(spec, parallelism, stage)]
 
 
 def layer_params(spec: ModelSpec, parallelism: Parallelism = ONE) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from course_lib.core.errors import CourseError
 from course_lib.core.hub_config import read_config
+from course_lib.core.layers import layer_kinds
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import find_model
 from course_lib.core.recipes import find_recipe
@@ -22,8 +23,8 @@ from course_lib.core.records import Ledger
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import mfu, six_n_d, train_step_flop
 from course_lib.cost.hardware import Device, find_device
-from course_lib.cost.params import count_params
-from course_lib.memory.formulas import activations, step_ledger
+from course_lib.cost.params import active_params, count_params, layers_params
+from course_lib.memory.formulas import activations, kv_cache, step_ledger
 
 KINDS = ("params", "grads", "optim_state", "activations")
 SWITCHES = ("unfused", "dropout", "sequence_parallel")
@@ -36,6 +37,7 @@ class Setup:
     model          a preset, or the path of a config.json
     batch          sequences per micro-batch; a step of a rank has `micro_batches` of them
     unfused        attention without a fused kernel: scores and softmax are saved
+    ep, expert_tp  ranks that divide the experts, and that split each of them; 0: tp
     step_time_s    measured seconds per step, for the MFU; 0 if unknown
 
     Raises: CourseError for values that do not go together
@@ -56,6 +58,8 @@ class Setup:
     cp: int = 1
     zero: int = 0
     sequence_parallel: bool = False
+    ep: int = 1
+    expert_tp: int = 0
     step_time_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -93,6 +97,8 @@ class Setup:
             cp=self.cp,
             zero=self.zero,
             sequence_parallel=self.sequence_parallel,
+            ep=self.ep,
+            expert_tp=self.expert_tp or None,
         )
 
     def ledger(self, *, stage: int = 0, num_steps: int = 2) -> Ledger:
@@ -117,10 +123,13 @@ class Setup:
         """Ledger of the rank with the highest peak.
 
         It is on the first stage, which has most micro-batches in flight, or the last, which has
-        the logits.
+        the logits; where layers differ, on any.
         """
-        stages = {0, self.pp - 1}
-        return max((self.ledger(stage=stage) for stage in stages), key=Ledger.peak_bytes)
+        return max((self.ledger(stage=stage) for stage in self._stages), key=Ledger.peak_bytes)
+
+    @property
+    def _stages(self) -> set[int]:
+        return set(range(self.pp)) if len(layer_kinds(self.spec)) > 1 else {0, self.pp - 1}
 
     @property
     def peak_bytes(self) -> int:
@@ -184,11 +193,15 @@ class Setup:
             number_bytes=find_recipe(self.recipe).activation_bytes,
             parallelism=self.parallelism,
         )
-        num_params = count_params(self.spec)
+        num_params, active = count_params(self.spec), active_params(self.spec)
+        held = [layers_params(self.spec, self.parallelism, stage) for stage in self._stages]
         return {
             "setup": self.text(),
             "model": self.spec.name,
             "num_params": num_params,
+            "active_params": active,
+            "layers_params": max(held, key=lambda parts: sum(parts.values())),
+            "kv_cache_bytes": kv_cache(self.spec, self.seq),
             "world_size": self.parallelism.world_size,
             "peak_bytes": {kind: by_kind[kind][at] for kind in KINDS},
             "most_bytes": {kind: max(by_kind[kind]) for kind in KINDS},
@@ -200,7 +213,7 @@ class Setup:
             "global_batch": self.global_batch,
             "tokens_a_step": self.global_batch * self.seq,
             "step_flop": self.step_flop(),
-            "six_n_d_flop": six_n_d(num_params, self.global_batch * self.seq),
+            "six_n_d_flop": six_n_d(active, self.global_batch * self.seq),
             "mfu": self.mfu(),
         }
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from course_lib.core.errors import CourseError
 from course_lib.core.presets import MODELS
-from course_lib.core.recipes import RECIPES
+from course_lib.core.recipes import RECIPES, find_recipe
 from course_lib.core.records import Ledger
 from course_lib.core.units import format_bytes
 from course_lib.cost.flops import RECOMPUTE
@@ -20,6 +20,7 @@ from course_lib.display.memory import memory
 from course_lib.display.show import has_widgets, widget_data
 from course_lib.memory.calculator import KINDS, Setup, read_setup
 
+PARAMS_BY = {"split by tp": "split", "on every rank of tp": "whole", "experts": "experts"}
 _SIZES = [1, 2, 4, 8, 16, 32, 64]  # of a parallel axis
 _BATCHES = [2**n for n in range(11)]
 _SEQS = [2**n for n in range(6, 18)]
@@ -35,6 +36,11 @@ def accounting_table(setup: Setup) -> Group:
     for kind in KINDS:
         sizes = (format_bytes(told[which][kind]) for which in ("peak_bytes", "most_bytes"))
         table.add_row(kind, *sizes)
+        if kind == "params" and setup.spec.experts:
+            weight_bytes = find_recipe(setup.recipe).weight_bytes
+            for words, part in PARAMS_BY.items():
+                num_bytes = told["layers_params"][part] * weight_bytes
+                table.add_row(f"  layers, {words}", "", format_bytes(num_bytes))
     for part, num_bytes in told["activation_bytes"].items():
         if num_bytes:
             table.add_row(f"  {part}", "", format_bytes(num_bytes))
@@ -46,13 +52,20 @@ def accounting_table(setup: Setup) -> Group:
 def _sentences(setup: Setup, told: dict[str, Any]) -> list[str]:
     share = told["total_bytes"] / told["limit_bytes"]
     ranks, batch = told["world_size"], told["global_batch"]
+    active = f", {told['active_params']:,} of them active," if setup.spec.experts else ""
+    size, ranks_word = told["num_params"], "rank" + "s" * (ranks > 1)
     lines = [
-        f"{setup.spec.name}: {told['num_params']:,} parameters on {ranks} rank{'s' * (ranks > 1)}.",
+        f"{setup.spec.name}: {size:,} parameters{active} on {ranks} {ranks_word}.",
         f"It {'fits' if told['fits'] else 'does not fit'}: {share:.0%} of the GPU's memory.",
         f"Largest micro-batch that fits: {told['largest_batch']}.",
         f"A step is {told['tokens_a_step']:,} tokens (global batch {batch}) and "
         f"{told['step_flop']:.4g} FLOP; 6ND says {told['six_n_d_flop']:.4g}.",
     ]
+    lines.append(
+        f"Keys and values of a sequence of {setup.seq:,} tokens, which generation keeps in 16 bits:"
+        f" {format_bytes(told['kv_cache_bytes'])}, {told['kv_cache_bytes'] / setup.seq:,.0f} bytes"
+        " a token."
+    )
     if told["mfu"]:
         lines.append(f"At {setup.step_time_s:g} s a step the MFU is {told['mfu']:.1%}.")
     return [*lines, f"course memory {told['setup']}"]
@@ -181,6 +194,7 @@ def _controls(setup: Setup) -> dict[str, Any]:
         "tp": choose("tp", _SIZES[:4]),
         "pp": choose("pp", _SIZES),
         "cp": choose("cp", _SIZES[:4]),
+        "ep": choose("ep", _SIZES),
         "sequence_parallel": setup.sequence_parallel,
         "unfused": setup.unfused,
         "step_time_s": ipywidgets.FloatText(value=setup.step_time_s, step=0.1),

@@ -6,8 +6,10 @@ Notebook 01_memory.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from course_lib.core.errors import CourseError
+from course_lib.core.layers import Layer, layers, weights
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.recipes import BF16, Recipe, find_recipe
 from course_lib.core.records import Ledger
@@ -16,20 +18,27 @@ from course_lib.cost.flops import forward_flop, recompute_flop
 from course_lib.cost.params import (
     ONE,
     count_tensors,
-    layer_params,
-    layers_on_stage,
+    expert_params_on_rank,
     norm_params,
     params_on_rank,
+    stage_kinds,
+    weights_on_rank,
 )
 from course_lib.memory.layer_bytes import PAPER, PARTS, Kept, Kernels, Pass, total
 
 
 def model_states(
-    num_params: int, recipe: Recipe | str = BF16, *, parallelism: Parallelism = ONE
+    num_params: int,
+    recipe: Recipe | str = BF16,
+    *,
+    parallelism: Parallelism = ONE,
+    expert_params: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer state on one rank.
 
-    num_params   parameters that the rank computes with (count_params, or params_on_rank)
+    num_params      parameters that the rank computes with (count_params, or params_on_rank)
+    expert_params   those of them that are experts (expert_params_on_rank): ZeRO shards them over
+                    the ranks that hold the same experts, which are fewer
 
     Raises:  CourseError for a negative number of parameters
     Source:  Rajbhandari et al. 2020 (ZeRO), section 5, figure 1
@@ -37,7 +46,13 @@ def model_states(
     if isinstance(num_params, bool) or not num_params >= 0:
         raise CourseError(f"model_states: need num_params of 0 or more; got {num_params!r}.")
     recipe = find_recipe(recipe)
-    whole, shard = int(num_params), -(-int(num_params) // parallelism.zero_ranks)
+    whole, routed = int(num_params), int(expert_params)
+    if not 0 <= routed <= whole:
+        raise CourseError(
+            f"model_states: need expert_params from 0 to num_params; got {expert_params!r}."
+        )
+    shard = -(-(whole - routed) // parallelism.zero_ranks)
+    shard += -(-routed // parallelism.expert_zero_ranks)
     grads = shard if parallelism.zero >= 2 else whole
     return {
         "params": (shard if parallelism.zero >= 3 else whole) * recipe.weight_bytes,
@@ -82,15 +97,36 @@ def activations(
         kernels=kernels,
         parallelism=parallelism,
     )
-    layers, in_flight = layers_on_stage(spec, parallelism, stage), parallelism.pp - stage
-    chunks = num_model_chunks
+    in_flight, chunks = parallelism.pp - stage, num_model_chunks
+    layers = [
+        row
+        for kind in stage_kinds(spec, parallelism, stage)
+        for row in one.kept_layer(recompute, kind)
+    ]
     saved = {
-        part: size * layers * (in_flight * chunks + (parallelism.pp - 1) * (chunks > 1)) // chunks
-        for part, size in by_part(one.kept_layer(recompute)).items()
+        part: size * (in_flight * chunks + (parallelism.pp - 1) * (chunks > 1)) // chunks
+        for part, size in by_part(layers).items()
     }
     ends = one.embedding() * in_flight if stage == 0 else []
     ends += one.head() if stage == parallelism.pp - 1 else []
-    return {part: saved[part] + size for part, size in by_part(ends).items()}
+    both = {part: saved[part] + size for part, size in by_part(ends).items()}
+    return both if spec.experts else {part: both[part] for part in both if part != "experts"}
+
+
+def kv_cache(spec: ModelSpec, seq: int, *, number_bytes: int = 2) -> int:
+    """Return the bytes of keys and values of one sequence, which generation keeps.
+
+    A layer with a window keeps those of its window. Latent attention keeps the small vector and
+    the part of the key with positions, for all heads together.
+
+    Source:  DeepSeek-AI 2024 (DeepSeek-V2), section 2.1 and table 1
+    """
+    if spec.latent is None:
+        each = spec.kv_heads * (spec.head_size + spec.value_size)
+    else:
+        each = spec.latent.kv_rank + spec.latent.rope_dim
+    tokens = sum(min(seq, kind.window or seq) for kind in layers(spec))
+    return tokens * each * number_bytes
 
 
 def layer_coefficients(
@@ -103,7 +139,12 @@ def layer_coefficients(
     dropout, c = 12 + 4 * kv_hidden/h + 8 * ffn_hidden/h, which is 41 for llama-8b.
 
     Source:  Korthikanti et al. 2022, section 4.1, equation 1, for the GPT
+    Raises:  CourseError for a model with experts: its layers save more than sbh(c + d * as/h)
     """
+    if spec.experts is not None:
+        raise CourseError(
+            f"layer_coefficients: need a dense model; {spec.name} has experts. Try activations."
+        )
     one = Pass(spec=spec, batch=1, seq=1, number_bytes=number_bytes, flash=flash, dropout=dropout)
     scores = total(one.scores())
     return (total(one.layer()) - scores) / spec.hidden, scores / spec.num_heads
@@ -149,6 +190,27 @@ def step_ledger(
     return steps.ledger
 
 
+class _LayerSteps(NamedTuple):
+    """Bytes of a layer: kept until its backward, recomputed then, freed before; parameters."""
+
+    kept: int
+    recomputed: int
+    freed_before: int
+    experts: int
+    others: int
+
+
+def _layer_steps(one: Pass, recompute: str, kind: Layer) -> _LayerSteps:
+    rows, kept = one.layer(kind), total(one.kept_layer(recompute, kind))
+    # backward passes the MLP, and frees what it saved, before it recomputes the scores
+    mlp = total([row for row in rows if row.part in ("mlp", "experts")])
+    held = {True: 0, False: 0}
+    for weight in weights(one.spec, kind):
+        held[weight.part == "experts"] += weights_on_rank(weight, one.parallelism)
+    freed = mlp * (recompute == "selective")
+    return _LayerSteps(kept, total(rows) - kept, freed, experts=held[True], others=held[False])
+
+
 class _Steps:
     """Simulation of one rank's steps, which writes its ledger; numbers are bytes per layer."""
 
@@ -160,29 +222,23 @@ class _Steps:
         self.recipe, self.parallelism = recipe, parallelism
         self.first, self.last = stage == 0, stage == parallelism.pp - 1
         self.in_flight = parallelism.pp - stage
-        self.layers = layers_on_stage(spec, parallelism, stage)
-        self.layer = total(one.kept_layer(recompute))
-        self.recomputed = total(one.layer()) - self.layer
-        # backward passes the MLP, and frees what it saved, before it recomputes the scores
-        self.freed_before = (
-            total([row for row in one.layer() if row.part == "mlp"])
-            if recompute == "selective"
-            else 0
-        )
+        kinds = stage_kinds(spec, parallelism, stage)
+        each = {kind: _layer_steps(one, recompute, kind) for kind in set(kinds)}
+        self.layers = [each[kind] for kind in kinds]
         self.embedding = total(one.embedding()) if self.first else 0
         self.head = total(one.head()) if self.last else 0
-        self.params = params_on_rank(spec, parallelism, stage)
-        self.layer_params = layer_params(spec, parallelism)
+        self.experts = expert_params_on_rank(spec, parallelism, stage)
+        self.others = params_on_rank(spec, parallelism, stage) - self.experts
         # a tied gradient is finished in the embedding: autograd holds it from the head on
         self.head_params = norm_params(spec) if self.last else 0
         if self.last and (not spec.tied or parallelism.pp > 1):
-            self.head_params += -(-spec.vocab * spec.hidden // parallelism.tp)
+            self.head_params += -(-spec.padded_vocab * spec.hidden // parallelism.tp)
         forward = forward_flop(spec, one.batch, one.seq)
         share = spec.num_layers * parallelism.tp * parallelism.cp * flop_per_s
         self.head_s = forward.pop("logits") / (parallelism.tp * parallelism.cp * flop_per_s)
         self.layer_s = sum(forward.values()) / share
         self.recompute_s = recompute_flop({**forward, "logits": 0}, recompute) / share
-        self.activations = self.grad_params = 0
+        self.activations, self.grads = 0, (0, 0)
         self.moments = 0
         self.counters = 4 * count_tensors(spec) * one.kernels.statistics  # Adam's, one a tensor
         self._note()
@@ -199,41 +255,43 @@ class _Steps:
             self._backward()
         self.moments = self.recipe.num_moments * self.recipe.moment_bytes
         self._note()
-        self.grad_params = 0
+        self.grads = (0, 0)
         self._note()
 
     def _forward(self) -> None:
         self.activations += self.embedding
-        for _ in range(self.layers):
-            self._after(self.layer_s, self.layer)
+        for layer in self.layers:
+            self._after(self.layer_s, layer.kept)
         if self.last:
             self._after(self.head_s, self.head)
 
     def _backward(self) -> None:
-        done = self.head_params if self.last else 0
+        others, experts = self.head_params if self.last else 0, 0
         if self.last:
-            self._after(2 * self.head_s, -self.head, done)
-        for _ in range(self.layers):
-            if self.recomputed:
-                self.activations -= self.freed_before
-                self._after(self.recompute_s, self.recomputed)
-            done += self.layer_params
-            freed = self.layer + self.recomputed - self.freed_before
-            self._after(2 * self.layer_s, -freed, done)
-        self._after(0.0, -self.embedding, self.params)  # before the optimizer's step
+            self._after(2 * self.head_s, -self.head, (others, 0))
+        for layer in reversed(self.layers):
+            if layer.recomputed:
+                self.activations -= layer.freed_before
+                self._after(self.recompute_s, layer.recomputed)
+            others, experts = others + layer.others, experts + layer.experts
+            freed = layer.kept + layer.recomputed - layer.freed_before
+            self._after(2 * self.layer_s, -freed, (others, experts))
+        self._after(0.0, -self.embedding, (self.others, self.experts))  # before the step
 
-    def _after(self, seconds: float, more: int, grad_params: int = 0) -> None:
+    def _after(self, seconds: float, more: int, grads: tuple[int, int] = (0, 0)) -> None:
         self.time_s += seconds
         self.activations += more
-        self.grad_params = max(self.grad_params, grad_params)
+        self.grads = max(self.grads[0], grads[0]), max(self.grads[1], grads[1])
         self._note()
 
     def _note(self) -> None:
-        recipe, shards, zero = self.recipe, self.parallelism.zero_ranks, self.parallelism.zero
-        states = model_states(self.params, recipe, parallelism=self.parallelism)
-        grads = -(-self.grad_params // shards) if zero >= 2 else self.grad_params
-        owned = -(-self.params // shards) if zero >= 1 else self.params
-        accumulated = -(-self.params // shards) if zero >= 2 else self.params
+        recipe, zero, held = self.recipe, self.parallelism.zero, (self.others, self.experts)
+        states = model_states(
+            sum(held), recipe, parallelism=self.parallelism, expert_params=self.experts
+        )
+        grads = self._shard(self.grads) if zero >= 2 else sum(self.grads)
+        owned = self._shard(held) if zero >= 1 else sum(held)
+        accumulated = self._shard(held) if zero >= 2 else sum(held)
         self.ledger.add(
             self.time_s,
             params=states["params"],
@@ -242,6 +300,12 @@ class _Steps:
             + self.counters * (self.moments > 0),
             activations=self.activations,
         )
+
+    def _shard(self, params: tuple[int, int]) -> int:
+        """Return the part of one rank of these parameters: of all others, and of experts."""
+        others, experts = params
+        axes = self.parallelism
+        return -(-others // axes.zero_ranks) - (-experts // axes.expert_zero_ranks)
 
 
 def by_part(rows: Iterable[Kept]) -> dict[str, int]:

@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from course_lib.core.errors import CourseError, ShapeError
+from course_lib.core.layers import Layer, layers
 from course_lib.core.parallelism import Parallelism
-from course_lib.core.specs import ModelSpec
+from course_lib.core.specs import Experts, LatentAttention, ModelSpec
 from course_lib.cost.flops import RECOMPUTE
 from course_lib.cost.params import ONE
 
-PARTS = ("attention", "mlp", "norms", "dropout masks", "embedding", "logits")
+PARTS = ("attention", "mlp", "experts", "norms", "dropout masks", "embedding", "logits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +89,18 @@ class Pass:
         """Number of ranks over which norms, masks and the linear layers' inputs are split."""
         return self.parallelism.tp if self.parallelism.sequence_parallel else 1
 
-    def layer(self) -> list[Kept]:
-        """Return what one layer saves."""
-        parts = (self._norm("first"), self._attention(), self._norm("second"), self._mlp())
+    def layer(self, kind: Layer | None = None) -> list[Kept]:
+        """Return what a layer of that kind saves; None: the model's last layer."""
+        kind, spec = kind or layers(self.spec)[-1], self.spec
+        second = [] if spec.norms_per_layer == 1 else self._norm("second")
+        if spec.parallel:  # both norms have the same input, which is saved once
+            second = second[1:]
+        parts = [self._norm("first"), self._attention(), second]
+        parts.append(self._experts(spec.experts) if kind.routed and spec.experts else self._mlp())
+        if spec.parallel and spec.norms_per_layer == 1:  # attention has saved the MLP's input
+            parts[-1] = parts[-1][1:]
+        if spec.norms_per_layer == 4:
+            parts += [self._norm("third"), self._norm("fourth")]
         return [row for rows in parts for row in rows] + self._masks("two masks", 2)
 
     def scores(self) -> list[Kept]:
@@ -102,10 +112,12 @@ class Pass:
                 : int(self.kernels.statistics)
             ]
         size = queries * self.seq
+        capped = _rows("attention", ("capped scores", size * self._b, tp))
         dropped = [("weights' mask", size, tp), ("weights after dropout", size * self._b, tp)]
-        return _rows("attention", ("softmax", size * self._b, tp), *dropped[: 2 * self.dropout])
+        rows = _rows("attention", ("softmax", size * self._b, tp), *dropped[: 2 * self.dropout])
+        return capped * (s.attention_softcap is not None) + rows
 
-    def kept_layer(self, recompute: str = "none") -> list[Kept]:
+    def kept_layer(self, recompute: str = "none", kind: Layer | None = None) -> list[Kept]:
         """Return what one layer keeps until its backward: all, all but the scores, or its input.
 
         Raises: CourseError for another `recompute`
@@ -115,7 +127,7 @@ class Pass:
         if recompute == "full":
             return self.layer_input()
         dropped = self.scores() if recompute == "selective" else []
-        return [row for row in self.layer() if row not in dropped]
+        return [row for row in self.layer(kind) if row not in dropped]
 
     def layer_input(self) -> list[Kept]:
         """Return the one tensor that a layer keeps under full recompute: its input."""
@@ -132,50 +144,103 @@ class Pass:
     def head(self) -> list[Kept]:
         """Return what the last norm, the output projection and the loss save."""
         loss_bytes = self.kernels.loss_bytes or self.number_bytes
-        logits = self.tokens * self.spec.vocab * loss_bytes
+        numbers = self.tokens * self.spec.padded_vocab
+        capped = [("capped logits", numbers * self._b, self.parallelism.tp)]
         return [
             *self._norm("last"),
             *_rows("logits", ("input of the head", self._hidden, self.norm_split)),
-            *_rows("logits", ("log-softmax", logits, self.parallelism.tp)),
+            *_rows("logits", *capped[: int(self.spec.logit_softcap is not None)]),
+            *_rows("logits", ("log-softmax", numbers * loss_bytes, self.parallelism.tp)),
             *_rows("logits", ("the loss's divisor", loss_bytes, 1))[: int(self.kernels.statistics)],
         ]
 
     def _attention(self) -> list[Kept]:
         s, tp = self.spec, self.parallelism.tp
+        rows = _rows("attention", ("input of q, k, v", self._hidden, self.norm_split))
+        if s.latent is not None:
+            rows += self._latent(s.latent)
+        queries, keys = self._numbers(s.q_hidden), self._numbers(s.kv_hidden)
+        shared = min(tp, s.kv_heads)  # a head of keys may be on several ranks
+        if s.qk_norm != "none":
+            rows += self._norm("q", s.q_hidden, tp, s.num_heads)
+            rows += self._norm("k", s.kv_hidden, shared, s.kv_heads)
+        values = self._numbers(s.kv_heads * s.value_size)
         return [
-            *_rows(
-                "attention",
-                ("input of q, k, v", self._hidden, self.norm_split),
-                ("q", self._hidden, tp),
-                ("k and v", 2 * self.tokens * s.kv_hidden * self._b, tp),
-            ),
+            *rows,
+            *_rows("attention", ("q", queries, tp), ("k and v", keys + values, shared)),
             *self.scores(),
-            *_rows("attention", ("input of out", self._hidden, tp)),
+            *_rows("attention", ("input of out", self._numbers(s.mixed_hidden), tp)),
         ]
 
+    def _latent(self, latent: LatentAttention) -> list[Kept]:
+        """Return what is saved between the input of latent attention and its q, k and v."""
+        rows = []
+        for name, size in (("q", latent.q_rank), ("k and v", latent.kv_rank)):
+            if size is not None:
+                rows += self._norm(f"{name}'s latent", size, 1)
+                rows += _rows("attention", (f"normed latent of {name}", self._numbers(size), 1))
+        return rows
+
     def _mlp(self) -> list[Kept]:
-        wide = self.tokens * self.spec.ffn_hidden * self._b
+        inputs = _rows("mlp", ("input of the MLP", self._hidden, self.norm_split))
+        return inputs + self._wide("mlp", "", self.tokens, self.spec.ffn_hidden)
+
+    def _wide(self, part: str, before: str, tokens: int, ffn_hidden: int) -> list[Kept]:
+        """Return what lies between the matrices of an MLP: of tokens that use one of that width."""
+        ranks = self.parallelism.expert_tensor if part == "experts" else self.parallelism.tp
         names = ["input of GELU", "output of GELU"]
         if self.spec.gated:
             names = ["gate", "silu of gate", "up", "their product"]
-        inputs = _rows("mlp", ("input of the MLP", self._hidden, self.norm_split))
-        return inputs + _rows("mlp", *((name, wide, self.parallelism.tp) for name in names))
+        size = tokens * ffn_hidden * self._b
+        return _rows(part, *((before + name, size, ranks) for name in names))
 
-    def _norm(self, name: str) -> list[Kept]:
-        kernels, split = self.kernels, self.norm_split
-        rms = self.spec.norm == "rms"
-        size = self.tokens * self.spec.hidden * 4 * 2  # the input and the normed input, in fp32
+    def _experts(self, experts: Experts) -> list[Kept]:
+        """Return what router, experts and shared experts save; tokens are sent evenly.
+
+        A token is copied for each of its experts; its router's weights multiply their outputs,
+        which are saved for that. With a capacity every expert computes that many tokens, sent or
+        not.
+        """
+        axes = self.parallelism
+        sent = self.tokens * experts.active * axes.expert_tensor // axes.tp
+        sent = round(sent * (experts.capacity or 1))
+        copies = sent * self.spec.hidden * self._b
+        rows = _rows(
+            "experts",
+            ("input of the router", self._hidden, self.norm_split),
+            ("router's softmax", self.tokens * experts.count * 4, self.norm_split),
+            ("tokens sent to experts", copies, 1),
+        )
+        rows += self._wide("experts", "experts' ", sent, experts.ffn_hidden)
+        rows += _rows("experts", ("outputs of the experts", copies, 1))
+        if experts.shared_hidden:
+            rows += self._wide("mlp", "shared ", self.tokens, experts.shared_hidden)
+        return rows
+
+    def _norm(
+        self, name: str, width: int | None = None, split: int | None = None, heads: int = 1
+    ) -> list[Kept]:
+        """Return what a norm saves: over hidden, or over each of some heads of that width."""
+        kernels, split = self.kernels, self.norm_split if split is None else split
+        rms = self.spec.norm == "rms" or width is not None
+        numbers = self.tokens * (self.spec.hidden if width is None else width)
+        size = numbers * 4 * 2  # the input and the normed input, in fp32
         if not rms or kernels.fused_rms:
-            size = self._hidden
-        numbers = self.tokens * (4 if rms else 2 * self._b)  # 1 / rms; mean and 1 / deviation
+            size = numbers * self._b
+        rows = self.tokens * (heads if self.spec.qk_norm == "head" else 1)
+        statistics = rows * (4 if rms else 2 * self._b)  # 1 / rms; mean and 1 / deviation
         return [
             *_rows("norms", (f"input of the {name} norm", size, split)),
-            *_rows("norms", ("its statistics", numbers, split))[: int(kernels.statistics)],
+            *_rows("norms", ("its statistics", statistics, split))[: int(kernels.statistics)],
         ]
 
     def _masks(self, name: str, count: int) -> list[Kept]:
         rows = _rows("dropout masks", (name, count * self._mask, self.norm_split))
         return rows[: int(self.dropout)]
+
+    def _numbers(self, width: int) -> int:
+        """Return the bytes of `width` numbers for each token."""
+        return self.tokens * width * self._b
 
     @property
     def _b(self) -> int:

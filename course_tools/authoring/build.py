@@ -46,7 +46,7 @@ from course_tools.authoring.execute import CellStopped, execute
 from course_tools.authoring.second_run import differences
 from course_tools.authoring.source_rules import problems
 
-MAX_BYTES = 512_000
+MAX_BYTES = 500_000
 CELL_TIMEOUT_S, SECOND_TIMEOUT_S = 120, 300
 
 

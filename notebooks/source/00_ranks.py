@@ -13,7 +13,7 @@
 # - use a barrier and an all-reduce, and keep them out of `if rank == 0`;
 # - find the cause of a hang: who waits, on which line, for whom.
 #
-# **Prerequisites:** Python and a little PyTorch; no other lesson. **Time:** about 50 minutes of
+# **Prerequisites:** Python and a little PyTorch; no other lesson. **Time:** about 35 minutes of
 # reading and running, 40 of exercises.
 #
 # | symbol | in code | meaning |
@@ -64,27 +64,22 @@ from course_lib.ranks.machine import describe_machine, doctor_report
 # long, press Stop (■) above the notebook: a report says on which line each rank is, and the ranks
 # are restarted.
 #
-# The next such cell contains one `print`. How many lines will you see?
-
-# %% tags=["predict"]
-guess_lines = predict("how many lines does the next cell print?")
-### GUESS guess_lines.commit(1)
+# The next such cell contains one `print`. Count the lines of its output.
 
 # %%
 # %%ranks
 print(f"hello from rank {rank} of {world_size}")
 
 # %% [markdown]
-# Every rank ran the `print`. The number in brackets is the rank that printed the line. All ranks
-# run the *same program*, each on *its own data*. This is called SPMD, "single program, multiple
-# data". The value of `rank` tells the ranks apart. Every `%%ranks` cell knows `rank`, `world_size`,
-# `torch` and `dist` (torch.distributed).
+# One `print` gave four lines, because every rank ran it. The number in brackets is the rank that
+# printed the line. All ranks run the *same program*, each on *its own data*. This is called SPMD,
+# "single program, multiple data". The value of `rank` tells the ranks apart. Every `%%ranks` cell
+# knows `rank`, `world_size`, `torch` and `dist` (torch.distributed).
 #
 # The next `%%ranks` cell sets a variable `x` on every rank. Will the notebook itself then have an
 # `x`?
 
 # %% tags=["predict"]
-reveal(guess_lines, ranks.world_size)
 guess_x = predict("is there then an x in the notebook's own process?", choices=YES_NO)
 ### GUESS guess_x.commit("yes")
 
@@ -113,31 +108,31 @@ reveal(guess_x, "x" in globals())
 print(ranks.run(fingerprint))
 
 # %% [markdown]
-# We use the numbers $10^r$ again below, because their sum shows which ranks are in it. Each rank
-# has a digit of its own: 1111 means that each rank was added once, and 1211 that rank 2 was added
-# twice.
+# We use the numbers $10^r$ again below, because a sum of them shows which ranks are in it. Each
+# rank has a digit of its own: 1111 means that each rank was added once, and 1211 that rank 2 was
+# added twice.
 #
 # **One program, four processes, four memories: `rank` tells the processes apart.**
 #
 # ## 2 Who am I?
 #
-# On one machine, the rank is all that a process needs to know about itself. But large runs use
-# several machines, called nodes, and each process has to choose a GPU of *its* node. So it also has
-# a **local rank**, its number on the node.
+# So far, the rank is all that a process knows about itself. This is enough on one machine. But
+# large runs use several machines, called nodes, and each process has to choose a GPU of *its* node.
+# Is the rank enough for this choice?
 #
-# Take two nodes with four GPUs each, and one rank per GPU. Nodes, ranks and local ranks are counted
-# from 0, and the first node has the lower ranks. Which rank has local rank 2 on node 1?
-
-# %% tags=["predict"]
-guess_rank = predict("the rank with local rank 2 on node 1, four ranks a node")
-### GUESS guess_rank.commit(6)
+# Take two nodes with four GPUs each, and one rank per GPU. Nodes and ranks are counted from 0, and
+# node 0 has the lower ranks. The next cell prints the ranks of each node as a row.
 
 # %%
 rank_at = torch.arange(8).reshape(2, 4)  # [node, local_rank]
 print(rank_at)
-reveal(guess_rank, rank_at[1, 2].item())
+print("local rank 2 on node 1 is rank", rank_at[1, 2].item())
 
 # %% [markdown]
+# The rank is not enough: rank 6 needs GPU 2 of its node, because each node counts its own GPUs from
+# 0. So each process also has a **local rank**: its number on its node, again from 0. In the output
+# above, this is the column.
+#
 # How does a process learn its rank? Usually from environment variables. A *launcher* starts the
 # processes and sets the variables for each of them. PyTorch's launcher is `torchrun`. It sets all
 # variables of this table; the ranks of this notebook have those of the first two rows.
@@ -191,13 +186,10 @@ check("ranks-1", global_rank)
 #
 # ## 3 In which order do ranks run?
 #
-# The output of all cells so far began with rank 0. Do the ranks run one after another, then? In the
-# next cell, rank 0 sleeps longest before it prints, and rank 3 does not sleep at all. No rank waits
-# for another. Which rank prints first?
-
-# %% tags=["predict"]
-guess_first = predict("which rank prints first?")
-### GUESS guess_first.commit(3)
+# We know now how ranks are numbered. But does the number also say when a rank runs? The output of
+# all cells so far began with rank 0, as if the ranks ran one after another. In the next cell, rank
+# 0 sleeps longest before it prints, and rank 3 does not sleep at all. If the ranks run at the same
+# time, rank 3 prints first. Compare the order of the output with that of the picture.
 
 
 # %% tags=["picture", "measured"]
@@ -209,15 +201,15 @@ def speak(rank):
 
 
 ranks.run(speak)
-reveal(guess_first, ranks.events[0].rank)
 show(*pictures.order_of_ranks(ranks.events))
 
 # %% [markdown]
 # The notebook *shows* rank 0 first, because it sorts the output by rank. The picture shows what
-# really *happened*: rank 3 was first. It is drawn from `ranks.events`, which has the times of all
-# communication calls, of the waits in them, and of named spans of the last run.
+# really *happened*: rank 3 was first. The picture is drawn from `ranks.events`. For the last run,
+# this list has the times of all communication calls, of the waits inside them, and of the parts
+# that the code has named with `span`.
 #
-# So ranks run in no fixed order unless they *wait* for each other. The simplest way to wait is a
+# So ranks run in no fixed order, unless they *wait* for each other. The simplest way to wait is a
 # barrier: `dist.barrier()` returns only when **all** ranks have called it.
 #
 # ### Exercise 2: one after another
@@ -265,17 +257,14 @@ print(doctor_report(describe_machine()))
 
 # %% [markdown]
 # Your ranks exchange messages inside one machine, without a network, so their times say little
-# about a cluster. The course can therefore *emulate* a link: real ranks exchange real messages, and
-# each message is delayed until it has taken as long as on the given `Link` (which must be slower
-# than your machine).
+# about a cluster. The course can therefore *emulate* a link. Real ranks still exchange real
+# messages, but each message arrives only after the time that it would take on the given `Link`.
+# (The emulated link has to be slower than your machine.)
 #
 # A link is described by two numbers. Its *latency* is the time that any message takes, however
 # small. Its *bandwidth* is the number of bytes that it moves per second. The link below is slow on
-# purpose, with a latency of 20 ms and a bandwidth of 50 MB/s. How long does a message of 4 MB take?
-
-# %% tags=["predict"]
-guess_message = predict("one message of 4 MB, 20 ms latency, 50 MB/s", unit="ms")
-### GUESS guess_message.commit(80)
+# purpose, with a latency of 20 ms and a bandwidth of 50 MB/s. At this bandwidth, 4 MB take 80 ms,
+# and the latency comes on top. So we expect 100 ms for one message of 4 MB.
 
 # %% tags=["measured"]
 wire = Link(name="slow wire", latency_s=0.02, bytes_per_s=50e6)
@@ -296,7 +285,7 @@ def measured_s(num_bytes):
     return pair.run(send_one, num_bytes)[0]
 
 
-reveal(guess_message, 1000 * measured_s(4_000_000))
+print(f"one message of 4 MB takes {1000 * measured_s(4_000_000):.1f} ms")
 
 # %% [markdown]
 # *Both* sides have to make a call. Rank 0 says what it sends and to which rank; rank 1 says from
@@ -318,27 +307,25 @@ claim("the formula gives the time of 4 MB within 10 %", 0.9 < ratio < 1.1)
 show(*pictures.message_times(wire, sizes_mb, formula_s, times_s))
 
 # %% [markdown]
-# The line begins at the latency, even for an empty message. So many small messages take longer than
-# one large message with the same bytes.
+# The line begins at the latency, because even an empty message takes this time. So many small
+# messages, sent one after another, take longer than one large message with the same bytes. The
+# model leaves out what happens when several messages share a link. Lesson 04 derives the cost of
+# collectives from it.
 #
-# **In this model, a message takes the latency plus its bytes divided by the bandwidth.** The model
-# leaves out what happens when several messages share a link. Lesson 04 derives the cost of
-# collectives from this model.
+# **In this model, a message takes the latency plus its bytes divided by the bandwidth.**
 #
 # ## 5 Everybody at once: a collective
 #
 # A message connects two ranks. In training, all ranks often need the same result, such as the sum
-# of their gradients. A *collective* is one call that **all** ranks of a *process group* (here: all
-# four) make together. The collective of plain data parallelism is `dist.all_reduce(x)`: it adds up
-# the `x` of all ranks and leaves the sum in `x`, on every rank.
+# of their gradients. For this there are collectives. A *collective* is one call that **all** ranks
+# of a *process group* (here: all four) make together. Plain data parallelism uses
+# `dist.all_reduce(x)`: it adds up the `x` of all ranks and leaves the sum in `x`, on every rank.
 #
-# In the next cell, rank $r$ has $x = 10^r$ and makes the call after $0.1\,r$ seconds. Which `x`
-# does rank 2 have afterwards? And how long does rank 0 stay in its call?
+# In the next cell, rank $r$ has $x = 10^r$ and makes the call after $0.1\,r$ seconds. The numbers
+# are tiny, so the addition itself takes almost no time. How long does rank 0 stay in its call?
 
 # %% tags=["predict"]
-guess_sum = predict("x on rank 2 after the all_reduce")
 guess_time = predict("rank 0 is in all_reduce for", unit="ms")
-### GUESS guess_sum.commit(1111)
 ### GUESS guess_time.commit(100)
 
 
@@ -350,8 +337,7 @@ def late_sum(rank):
     return x.item()
 
 
-sums = ranks.run(late_sum)
-reveal(guess_sum, sums[2])
+print("x on ranks 0 to 3:", ranks.run(late_sum))
 
 # %% tags=["picture", "measured"]
 duration_s = {one.rank: one.duration_s for one in ranks.events if one.kind == "all_reduce"}
@@ -360,22 +346,34 @@ claim("rank 0 waits until the last rank makes the call", duration_s[0] > 0.25)
 show(*pictures.late_all_reduce(ranks.events))
 
 # %% [markdown]
-# The sum contains the number of the last rank, so no rank can have it before this rank makes the
-# call. The slowest rank, the *straggler*, determines how long all others wait.
+# The sum contains the number of rank 3, which makes the call last. No rank can have the sum before
+# that, so rank 0 waits 0.3 s. The slowest rank is called the *straggler*: it determines how long
+# all others wait. (On GPUs, `all_reduce` may return before the sum is there. The program then waits
+# at a later line, which uses the sum.)
 #
-# **Break it.** `all_reduce` works *in place*: the old `x` is overwritten. What happens if a program
-# sums the same `x` twice, for example in two different functions?
+# **Break it.** `all_reduce` works *in place*: the old `x` is overwritten. Suppose that a program
+# sums the same `x` twice by mistake, for example in two different functions. The right sum is 1111.
+# What do the ranks have?
+
+# %% tags=["predict"]
+guess_twice = predict("x on rank 2 after two all_reduce calls")
+### GUESS guess_twice.commit(2222)
+
 
 # %% tags=["failure"]
-# %%ranks
-x = torch.tensor([10.0**rank])
-dist.all_reduce(x)
-dist.all_reduce(x)
-print(x)
+def sum_twice(rank):
+    x = torch.tensor([10.0**rank])
+    dist.all_reduce(x)
+    dist.all_reduce(x)
+    return x.item()
+
+
+reveal(guess_twice, ranks.run(sum_twice)[2])
 
 # %% [markdown]
-# There is no error, only a sum that is `world_size` times too large: the second call added four
-# copies of the first sum. Each digit of the result says how often the value of its rank was added.
+# There is no error, only a sum that is `world_size` times too large. After the first call, all four
+# ranks have the sum 1111, and the second call adds up these four copies. Each digit of 4444 says
+# how often the value of its rank was added.
 #
 # ### Exercise 3: the mean of all ranks
 # *Difficulty 2 of 5, importance 5 of 5, about 5 minutes and 3 lines.*
@@ -404,9 +402,8 @@ def mean_over_ranks(x):
 check("ranks-3", mean_over_ranks)
 
 # %% [markdown]
-# **A collective is one call by all ranks of a group; an all-reduce or a barrier cannot end before
-# the last rank has called it.** (On GPUs `all_reduce` may return earlier; the program then waits at
-# a later line.)
+# **A collective is one call by all ranks of a group; an all-reduce or a barrier cannot complete
+# before the last rank has called it.**
 #
 # ## 6 The first hang
 #
@@ -465,7 +462,7 @@ show(*pictures.who_waits(hang.waits, 4))
 # Pass `x` around a circle without a deadlock; lesson 04 builds on this step. Send `x` to the rank
 # `right`, receive the `x` of the rank `left` (same shape and dtype; give `left` as the source), and
 # return it as a new tensor. In the circle 0, 1, 2 with $x = 10^r$, rank 0 returns 100. Use the
-# given `left` and `right`: other circles have another order, and 2 to 4 ranks. Budget: one message
+# given `left` and `right`: the check has circles of 2 to 4 ranks, in any order. Budget: one message
 # per rank. If you use `isend` or `irecv`, call `wait()` on what they return.
 #
 # <details><summary>Hint: it hangs in send, or in recv</summary>
@@ -500,8 +497,10 @@ check("ranks-4", pass_right)
 #
 # ## 7 More ways to fail
 #
-# In the deadlock, the calls fitted together, but came in a bad order. The ranks can also make calls
-# that do not fit together at all. This is a **mismatch**. The report names both sides:
+# In the deadlock, each `send` had a `recv` that fits; the calls only came in a bad order. But ranks
+# can also make calls that do not fit together at all. What does such a failure look like? The first
+# kind is a **mismatch**. Here the ranks add tensors of different sizes, and the report names both
+# sides:
 
 
 # %% tags=["failure"]
@@ -540,8 +539,9 @@ raised, died = failure_of(one_raises), failure_of(one_dies)
 # Here the report puts the cause first. Real logs are not sorted by cause: the first rank that
 # prints an error can be one that only waited.
 #
-# Last, a common mistake. Rank 0 should report the sum of all losses, so the program does everything
-# for the report under `if rank == 0`. How many of the four ranks will hang?
+# The last failure is a common mistake. Only rank 0 should print the sum of all losses. So the
+# program puts everything that belongs to the report under `if rank == 0`, also the `all_reduce`.
+# How many of the four ranks will hang?
 
 # %% tags=["predict"]
 guess_stuck = predict("how many ranks hang?")
@@ -561,9 +561,9 @@ reveal(guess_stuck, len(hang.waits))
 show(*pictures.who_waits(hang.waits, 4))
 
 # %% [markdown]
-# There is no circle this time: rank 0 waits for ranks that have already returned. The line that
-# hangs is right. The mistake is the `if` above it, which keeps the other ranks from making the same
-# call.
+# Only rank 0 hangs, and there is no circle: rank 0 waits for ranks that have already returned. The
+# line that hangs is right. The mistake is the `if` above it, which keeps the other ranks from
+# making the same call.
 #
 # ### Exercise 5: a report that does not hang
 # *Difficulty 2 of 5, importance 5 of 5, about 5 minutes and 3 lines.*
@@ -596,10 +596,11 @@ check("ranks-5", report_loss)
 #
 # ## 8 Outside of the notebook
 #
-# A notebook is a good place to learn, but real jobs are usually scripts. A launcher such as
-# `torchrun` starts them, on one node or on many. The course's scripts end with `launch(fn)`, where
-# `fn(rank)` is a function like those above. In the next script, four ranks print their numbers one
-# after another, then sum $10^r$.
+# So far, the notebook has started the ranks, and it has restarted them after each failure. Real
+# jobs are usually scripts, and a launcher such as `torchrun` starts them, on one node or on many.
+# Do you have to write your functions in another way then? The course's scripts end with
+# `launch(fn)`, where `fn(rank)` is a function like those above. In the next script, four ranks
+# print their numbers one after another, then sum $10^r$.
 
 # %% tags=["picture", "measured"]
 script = Path(course_lib.__file__).parents[1] / "cluster/exercises/00_hello_ranks.py"
@@ -611,8 +612,9 @@ print(done.stdout or done.stderr)
 show(*pictures.recorded_run(read_runs("runs/00_hello_ranks")))
 
 # %% [markdown]
-# Each rank has written a *run record*, a small file of what it did. The picture is drawn from these
-# files.
+# The launcher has told each rank its number, with the variables of section 2. Each rank has also
+# written a *run record*, a small file that lists what it did and when. The picture is drawn from
+# these files.
 #
 # **The same function runs in a notebook, under `torchrun` and on a cluster.**
 #

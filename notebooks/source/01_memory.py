@@ -11,8 +11,9 @@
 # - derive the bytes that a layer of GPT or Llama saves for the backward pass;
 # - say when in a step memory reaches its peak, and what to change when a model does not fit.
 #
-# **Prerequisites:** a little PyTorch. **Time:** about 65 minutes of reading and running, 55 of
-# exercises. Exercises 1 to 4 are *core*, exercise 5 and section 8 go *further*.
+# **Prerequisites:** a little PyTorch. **Time:** about 60 minutes of reading and running, 65 of
+# exercises. Exercises 1, 3 and 4 are *core*, exercise 2 is on paper, exercise 5 and section 8 go
+# *further*.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -167,30 +168,24 @@ print("", state_rows(GPT(MODELS["small"])), sep="\n")
 show(*pictures.states_by_recipe(count_params(llama)))
 
 # %% [markdown]
-# ### Exercise 2 (core): states under any recipe
+# ### Exercise 2 (on paper): which recipe fits?
 #
-# *Difficulty 1 of 5, importance 4 of 5, about 5 minutes and 3 lines.*
+# *Difficulty 2 of 5, importance 4 of 5, about 5 minutes, no code.*
 #
-# Return the bytes of all model states for any recipe, as an int. A recipe has `weight_bytes`,
-# `grad_bytes`, `accumulator_bytes`, `master_bytes` and `moment_bytes`: the size of one number of
-# that kind, or 0 if the recipe has none. It also has `num_moments`; Adam has two. For example, a
-# parameter of the usual recipe takes $2+2+0+4+2\cdot4=16$ bytes.
-
-
-# %% tags=["exercise"] exercise="memory-2"
-def states_bytes(num_params, recipe):
-    """Bytes of parameters, gradients and optimizer state."""
-    ### BEGIN SOLUTION: add up what one parameter costs
-    weights_and_grads = recipe.weight_bytes + recipe.grad_bytes + recipe.accumulator_bytes
-    adam = recipe.master_bytes + recipe.num_moments * recipe.moment_bytes
-    return num_params * (weights_and_grads + adam)
-    ### END SOLUTION
-
-
-# %% tags=["check"] exercise="memory-2"
-check("memory-2", states_bytes)
-
-# %% [markdown]
+# The picture shows that of these recipes only pure bf16 fits an 8B model into 80 GiB. You want to
+# keep Adam, and to change the usual recipe as little as possible. You can drop the master copy, or
+# you can keep it and store the two moments in 8 bits each. How many bytes does a parameter take in
+# each case? Which of the two recipes fits, and which one would you choose?
+#
+# <details><summary>Answer</summary>
+# Divide the memory by the parameters: 80 GiB are 85.9e9 bytes, and for 8.03 billion parameters this
+# makes 10.7 bytes per parameter. Without the master copy, a parameter takes 2 + 2 + 4 + 4 = 12
+# bytes, which is too much. With 8-bit moments it takes 2 + 2 + 4 + 1 + 1 = 10 bytes, which fits.
+# (The scales of the moments add less than 0.01 bytes.) So choose 8-bit moments: they save more, and
+# the master copy still collects the small updates that bf16 would round away. But only about 5 GiB
+# are left for everything else that a step needs. The next section begins to count it.
+# </details>
+#
 # **With the usual recipe (bf16 with an fp32 master copy, and Adam), model states take 16 bytes per
 # parameter; with an fp32 accumulator they take 20.**
 #

@@ -17,7 +17,7 @@
 # - predict what accumulation does to memory and to the time of a step;
 # - measure the gradient noise scale, and say roughly up to which size a larger batch helps.
 #
-# **Prerequisites:** lesson 01. **Time:** about 55 minutes of reading and running, and 35 minutes
+# **Prerequisites:** lesson 01. **Time:** about 45 minutes of reading and running, and 35 minutes
 # for five exercises (15 for the optional sixth). A break fits before section 8.
 #
 # | symbol | in code | meaning |
@@ -56,17 +56,14 @@ torch.set_num_threads(1)  # steadier measurements
 #
 # Take the batch of $4\cdot2^{20}$ tokens from that source, in sequences of $4\cdot2^{10}$ tokens.
 # There are 128 ranks, and each of them can process 2 sequences at a time. How many micro-batches
-# does a rank run before the optimizer steps?
-
-# %% tags=["predict"]
-guess = predict("micro-batches on each of 128 ranks")
-### GUESS guess.commit(8)
+# does a rank run before the optimizer steps? Divide the number of sequences in a step by the number
+# that all ranks process at once:
 
 # %%
 sequences = 4 * 2**20 // (4 * 2**10)
 at_once = 2 * 128
-reveal(guess, sequences // at_once)
 print(f"{sequences} sequences per step, {at_once} at once")
+print(f"{sequences // at_once} micro-batches per step on each rank")
 
 # %% [markdown]
 # ### Exercise 1 (further): how many micro-batches
@@ -118,20 +115,16 @@ print(f"after item 1: gradient of w1 {w1.grad:.3f}")
 
 # %% [markdown]
 # Item 2 is $x = (5, 2)$ with target 12. The gradient of its loss with respect to $w_1$ is about
-# $-74$. You call `backward` on this loss and do nothing else. What is in `w1.grad` afterwards?
-
-# %% tags=["predict"]
-guess = predict("w1.grad after the second backward")
-### GUESS guess.commit(-74)
+# $-74$. We call `backward` on this loss and do nothing else. Does `w1.grad` then contain $-74$?
 
 # %%
 item_loss(5, 2, target=12).backward()
-reveal(guess, w1.grad.item())
+print(f"after item 2: gradient of w1 {w1.grad:.3f}")
 
 # %% [markdown]
-# `backward` **adds** the new gradient to the one that is already there. Accumulation uses this
-# addition. The same addition is why a training loop calls `zero_grad`: without it, every step would
-# also contain the gradients of all earlier steps.
+# It does not. `backward` *adds* the new gradient to the one that is already there. Accumulation
+# uses this addition. The same addition is why a training loop calls `zero_grad`: without it, every
+# step would also contain the gradients of all earlier steps.
 #
 # Is it important that the optimizer waits until both gradients are there? Compare two ways to train
 # on these two items with SGD and a learning rate of 0.001: one optimizer step after both items, or
@@ -156,12 +149,9 @@ graph_explorer({"add up, then step": one_step, "step after each": graph_states()
 # The loss of the full batch is a mean over its items, but backward only adds. So the accumulated
 # gradient cannot simply be the one that we want. By how much is it wrong?
 #
-# Split a batch of 8 items into 4 micro-batches, and call `backward` on the mean loss of each one.
-# The accumulated gradient is a multiple of the gradient of the full batch. Which multiple?
-
-# %% tags=["predict"]
-guess = predict("accumulated gradient, as a multiple of the full batch's")
-### GUESS guess.commit(8)
+# The next cell splits a batch of 8 items into 4 micro-batches and calls `backward` on the mean loss
+# of each one. Then it divides each element of the accumulated gradient by the same element of the
+# full batch's gradient. Is the ratio 8, for the items, or 4, for the micro-batches?
 
 
 # %%
@@ -176,10 +166,10 @@ F.mse_loss(full(x), y).backward()
 for part_x, part_y in split_micro_batches((x, y), 4):
     F.mse_loss(summed(part_x), part_y).backward()
 ratios = summed.weight.grad / full.weight.grad
-reveal(guess, ratios.mean().item())
-print(f"its elements: {ratios.min():.6f} to {ratios.max():.6f} times those of the full batch")
+print(f"accumulated: {ratios.min():.6f} to {ratios.max():.6f} times the full batch's gradient")
 
 # %% [markdown]
+# The ratio is 4, the number of micro-batches: each mean loss is already divided by its 2 items.
 # Each $\ell_i$ is the mean over the $B/m$ items of one part. If all parts have the same size, the
 # mean over all items is the mean of these means:
 #
@@ -191,7 +181,8 @@ print(f"its elements: {ratios.min():.6f} to {ratios.max():.6f} times those of th
 # **Break it.** Suppose that you forget the division. Would you notice it in training? We leave it
 # out and train, once with SGD and once with AdamW. The argument `share` sets the factor that
 # multiplies the loss of each part. It is either the part's share of the items (`by_items`, here
-# 1/8), or 1 (`as_sum`, which means no division). Do the losses of both optimizers show the mistake?
+# 1/8), or 1 (`as_sum`, which means no division). So without the division, every gradient is 8 times
+# too large. With SGD, so is every step. Does the loss of AdamW show the mistake, too?
 
 # %% tags=["predict"]
 guess = predict("does AdamW's loss show that the division is missing?", choices=YES_NO)
@@ -232,7 +223,7 @@ reveal(guess, "no")
 # penalty, which would not be scaled.
 #
 # The factor still does harm if you clip gradients, compare their norms between runs, or change $m$
-# in the middle of a run. **A falling loss does not prove that the gradient is right.**
+# in the middle of a run. So a falling loss does not prove that the gradient is right.
 #
 # ### Exercise 2 (core): the whole step
 # *Difficulty 2 of 5, importance 5 of 5, about 10 minutes and 7 lines.*
@@ -269,7 +260,7 @@ check("accumulation-2", my_accumulated_step)
 
 # %% [markdown]
 # **For equal parts: zero the gradients once, divide each loss by the number of parts, call backward
-# in the loop, and step once.**
+# in the loop, and step once. A falling loss does not prove that you did.**
 #
 # ## 4 Parts of different sizes
 #
@@ -340,8 +331,9 @@ exact = (right - one).abs().max() < 1e-12 * one.abs().max()
 print("weighted by tokens: equal to the full batch, up to float64 rounding:", exact.item())
 
 # %% [markdown]
-# This mistake is easy to make in good code: the `Trainer` of Hugging Face Transformers used a mean
-# of means until October 2024 (Hugging Face 2024).
+# The error is large, although every micro-batch has exactly one sequence: the *tokens* of short
+# sequences count too much. This mistake is easy to make in good code. The `Trainer` of Hugging Face
+# Transformers used a mean of means until October 2024 (Hugging Face 2024).
 #
 # ### Exercise 4 (core): tokens that count
 # *Difficulty 3 of 5, importance 5 of 5, about 10 minutes and 7 lines.*
@@ -372,10 +364,10 @@ def add_token_gradients(model, parts):
 check("accumulation-4", add_token_gradients)
 
 # %% [markdown]
-# **The weight of a part is its share of whatever the loss averages over: items, or tokens.**
-#
 # With data parallelism, the share refers to the tokens of *all* ranks, so the ranks have to
 # exchange their counts first (lesson 05).
+#
+# **The weight of a part is its share of whatever the loss averages over: items, or tokens.**
 #
 # ## 5 What it saves, and what it costs
 #
@@ -383,8 +375,9 @@ check("accumulation-4", add_token_gradients)
 # and how much time does it cost?
 #
 # Take a GPT and split a batch of 16 sequences into 1, 2, 4, 8 or 16 micro-batches. The formula of
-# lesson 01 predicts the bytes of the activations, and `activation_ledger` records over time what
-# autograd holds. What fraction of the full batch's peak is the peak with 8 micro-batches?
+# lesson 01 predicts the bytes of the activations. They are proportional to the number of sequences
+# in a micro-batch, so 8 micro-batches should need 1/8 of the full batch's peak. To test this,
+# `activation_ledger` records over time what autograd really holds.
 
 # %%
 from course_lib.memory import TORCH_CPU, activations
@@ -408,11 +401,6 @@ def seconds(m):
     return time.process_time() - start_s
 
 
-# %% tags=["predict"]
-guess = predict("peak of 8 micro-batches, as a fraction of the full batch's (like 1/2)")
-### GUESS guess.commit("1/8")
-
-
 # %% tags=["picture"]
 def formula(m):
     return sum(activations(spec, 16 // m, 128, number_bytes=4, kernels=TORCH_CPU).values())
@@ -420,7 +408,7 @@ def formula(m):
 
 parts = [1, 2, 4, 8, 16]
 predicted, measured = [formula(m) for m in parts], [held(m).peak_bytes() for m in parts]
-reveal(guess, measured[3] / measured[0])
+print(f"peak of 8 micro-batches: {measured[3] / measured[0]:.3f} of the full batch's")
 print("formula and measurement agree to the byte:", predicted == measured)
 show(*pictures.peak_by_parts(parts, predicted, measured))
 
@@ -430,25 +418,21 @@ show(*pictures.peak_by_parts(parts, predicted, measured))
 # larger, the activations have more peaks over time, but no higher ones. (The memory in total is a
 # little higher from the second peak on, because the gradients are then in memory, too.)
 #
-# What about time? The number of FLOPs is the same for every $m$. Is the time the same, too?
-
-# %% tags=["predict"]
-guess = predict("time of 16 micro-batches, as a multiple of the full batch's")
-### GUESS guess.commit(1.1)
-
+# What about time? The number of FLOPs is the same for every $m$. Is the time the same, too? We
+# measure it.
 
 # %% tags=["picture", "measured"]
 rounds = [[seconds(m) for m in parts] for _ in range(6)][1:]  # the first one warms up
 one_s = median(times[0] for times in rounds)
 ratios = [[each[n] / one_s for each in rounds] for n in range(len(parts))]
-reveal(guess, median(ratios[-1]))
+print(f"16 micro-batches take {median(ratios[-1]):.2f} times as long as the full batch")
 claim("16 micro-batches take longer than the whole batch at once", median(ratios[-1]) > 1.05)
 show(*pictures.part_times(parts, ratios))
 
 # %% [markdown]
 # Two costs grow with $m$. First, every micro-batch launches all operations again. Second, each
 # operation works on smaller matrices, which often use the hardware less efficiently. (On one core,
-# the opposite may hold for a few parts: they may even be faster than the full batch.)
+# a few parts may even be faster than the full batch.)
 #
 # The stars in the picture show published runs of a 1.3B model on H100s (Tazi et al. 2025). If each
 # GPU holds the whole model, a step with one sequence at a time takes 2 % longer than a step with
@@ -459,22 +443,25 @@ show(*pictures.part_times(parts, ratios))
 # So choose a micro-batch that fits into memory and is large enough to keep the device busy.
 #
 # **The micro-batch determines the memory of the activations; the whole batch determines the
-# gradient**, except for the layers and losses of section 6.
+# gradient, except with the layers and losses of section 6.**
 #
 # ## 6 What looks across the batch
 #
-# So far we have assumed that the loss of an item does not depend on the other items in its batch.
-# Then the gradient of the full batch is a sum over items, and it does not matter how we group them.
-# Is this true for every layer?
+# Section 5 ends with an exception. So far we have assumed that the loss of an item does not depend
+# on the other items in its batch. Then the gradient of the full batch is a sum over items, and it
+# does not matter how we group them. For which layers is this true?
 #
-# Batch norm uses the mean and the variance of *what it sees*, and with accumulation it sees only
-# one micro-batch. Dropout draws random masks. With two dropout layers, the full batch draws all
-# masks of the first layer before those of the second, whereas micro-batches alternate between the
-# layers. So an item gets other masks, even from the same seed. We compare the gradients for three
-# kinds of layers.
+# We compare three kinds of layers. Layer norm normalizes each item by itself. Batch norm uses the
+# mean and the variance of *what it sees*, and with accumulation it sees only one micro-batch.
+# Dropout draws a random mask for each item. Our model has two dropout layers, and we set the same
+# seed before the full batch and before the four micro-batches. Do both then have the same gradient?
+
+# %% tags=["predict"]
+guess = predict("two dropout layers, same seed: is the gradient the same?", choices=YES_NO)
+### GUESS guess.commit("yes")
 
 
-# %% tags=["check"]
+# %%
 def distance(layer, m=4):
     grads = []
     for parts in (1, m):
@@ -485,6 +472,7 @@ def distance(layer, m=4):
     return ((grads[1] - grads[0]).norm() / grads[0].norm()).item()
 
 
+# %% tags=["check"]
 layers = {
     "layer norm": lambda: nn.LayerNorm(8),
     "batch norm": lambda: nn.BatchNorm1d(8),
@@ -492,31 +480,37 @@ layers = {
 }
 for name, layer in layers.items():
     print(f"{name:10} differs from the full batch:", distance(layer) > 1e-9)
+reveal(guess, distance(layers["dropout"]) < 1e-9)
 
 # %% [markdown]
-# The two differences have different weight. Dropout draws other masks from the same distribution,
-# so the *expected* gradient is unchanged, and accumulation does no harm. Batch norm computes a
-# different function for every $m$, so even the expected gradient differs. Layer norm and RMSNorm
-# normalize each token by itself, so accumulation changes nothing for them.
+# Why does dropout differ? The random numbers are the same, but the order in which they are drawn is
+# not. The full batch draws all masks of the first layer, and then those of the second.
+# Micro-batches alternate between the layers. So an item gets other masks, even from the same seed.
+#
+# Batch norm differs, too, but this is a worse difference. Dropout draws its other masks from the
+# same distribution, so the *expected* gradient is unchanged, and accumulation does no harm. Batch
+# norm computes a different function for every $m$, so even the expected gradient differs. Layer
+# norm and RMSNorm normalize each token by itself, so accumulation changes nothing for them.
 #
 # Some losses look across the batch, too. In a contrastive loss, the other items serve as negatives,
 # and a micro-batch has fewer of them. The load-balancing loss of a mixture of experts uses the
-# fraction of the batch's tokens that each expert gets; computed in each micro-batch, it demands a
-# balance in every one of them (Qiu et al. 2025).
+# fraction of the batch's tokens that each expert gets. If it is computed in each micro-batch, it
+# demands that the experts are balanced in every single micro-batch, not only over the whole batch
+# (Qiu et al. 2025).
 #
 # **Accumulation reproduces the full batch's gradient only if the loss of each item is independent
 # of the other items. Random masks change the gradient, but not its expected value.**
 #
 # ## 7 Clip the accumulated gradient
 #
-# Clipping is an operation on the gradient that also depends on the whole batch. If the norm of a
-# gradient exceeds `max_norm`, clipping scales the gradient so that its norm becomes `max_norm`. In
-# an accumulated step there are two places where you could do this: after each backward, or once
-# after the last one. Does the place matter?
+# Section 6 was about layers and losses. But many training loops also do something with the gradient
+# itself: they clip it. If the norm of a gradient exceeds `max_norm`, clipping scales the gradient
+# so that its norm becomes `max_norm`. In an accumulated step there are two places where you could
+# do this: after each backward, or once after the last one. Does the place matter?
 #
 # Two micro-batches, whose losses are already divided by $m$, have the gradients $(3, 0)$ and $(-3,
-# 4)$; `max_norm` is 2. What is the norm of their sum if you clip each gradient before you add them?
-# And if you clip the sum?
+# 4)$; `max_norm` is 2. If you clip their sum, its norm becomes 2. What is the norm of the sum if
+# you clip each gradient *before* you add them?
 
 # %% tags=["predict"]
 guess = predict("norm, if each part is clipped by itself")
@@ -576,26 +570,32 @@ check("accumulation-5", clipped_step)
 # noise. The covariance of one item's gradient is $\Sigma$, so that of the mean of $B$ items is
 # $\Sigma/B$. An SGD step with learning rate $\epsilon$ moves the weights by $-\epsilon g_B$. To
 # second order, with the Hessian $H$, the loss changes by $-\epsilon\,G^\top g_B +
-# \tfrac12\epsilon^2\,g_B^\top H g_B$. On average, $g_B$ is $G$, and $g_B^\top H g_B$ is $G^\top H
-# G$ plus the part of the noise, $\mathrm{tr}(H\Sigma)/B$. So the loss changes on average by
+# \tfrac12\epsilon^2\,g_B^\top H g_B$. Take the average of both terms. On average, $g_B$ is $G$, and
+# $g_B^\top H g_B$ is $G^\top H G$ plus $\mathrm{tr}(H\Sigma)/B$, which comes from the noise. So the
+# loss changes on average by
 #
 # $$ -\epsilon\,|G|^2 + \tfrac12\epsilon^2
 # \left(G^\top H G + \mathrm{tr}(H\Sigma)/B\right) $$
 #
-# This is a parabola in $\epsilon$. It is lowest if $\epsilon$ is $|G|^2$ divided by the bracket,
-# and then the loss falls by $\tfrac12|G|^4$ divided by the bracket. Factor $G^\top HG$ out of the
-# bracket: the gain of a step is proportional to $1/(1+B_\text{noise}/B)$, where
-# $B_\text{noise}=\mathrm{tr}(H\Sigma)/G^\top HG$ (McCandlish et al. 2018, section 2.2).
+# This is a parabola in $\epsilon$. It is lowest if $\epsilon$ is $|G|^2$ divided by the bracket.
+# With this learning rate, the loss falls by $\tfrac12|G|^4$ divided by the bracket. We call this
+# the gain of a step, and factor $G^\top HG$ out of the bracket:
+#
+# $$ \text{gain} = \frac{|G|^4}{2\,G^\top HG}\cdot\frac{1}{1+B_\text{noise}/B} \qquad
+# B_\text{noise}=\frac{\mathrm{tr}(H\Sigma)}{G^\top HG} $$
+#
+# Only the second fraction depends on $B$ (McCandlish et al. 2018, section 2.2).
 #
 # Far below $B_\text{noise}$, the gain grows in proportion to $B$: twice the batch needs about half
 # the steps. Far above it, the gain hardly grows: twice the batch saves hardly any steps and doubles
-# the work. $H$ is expensive to compute. If a multiple of the identity replaces it, the multiple
-# cancels, and $B_\text{noise}$ becomes the **gradient noise scale**
+# the work. But $H$ is expensive to compute. If we replace it by a multiple of the identity, the
+# multiple cancels, and $B_\text{noise}$ becomes the **gradient noise scale**
 # $B_\text{simple}=\mathrm{tr}\,\Sigma/|G|^2$.
 #
 # How can we measure it without knowing $G$? Accumulation computes gradients of two batch sizes
-# anyway: $g_B$ of the whole batch, and $g_b$ of each micro-batch of $b$ items, whose $|g_b|^2$ we
-# average over the micro-batches. The square of a noisy vector contains the noise, so the expected
+# anyway: $g_B$ of the whole batch, and $g_b$ of each micro-batch of $b$ items. We average $|g_b|^2$
+# over the micro-batches. Noise makes a squared norm larger on average: the variances of all
+# elements are added to $|G|^2$. Their sum is $\mathrm{tr}\,\Sigma$ for one item, so the expected
 # values are
 #
 # $$ \mathrm{E}\,|g_B|^2 = |G|^2+\mathrm{tr}\,\Sigma/B \qquad
@@ -609,7 +609,7 @@ check("accumulation-5", clipped_step)
 # \mathrm{tr}\,\Sigma \approx \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B} $$
 #
 # The estimates from one step are noisy, and a ratio of two noisy numbers is biased. So average each
-# of them over many steps before you divide.
+# of them over many steps, and only then divide.
 #
 # ### Exercise 6 (further): the noise scale
 # *Difficulty 4 of 5, importance 3 of 5, about 15 minutes and 7 lines; optional.*
@@ -639,10 +639,10 @@ def my_noise_scale(steps, micro_batch):
 check("accumulation-6", my_noise_scale)
 
 # %% [markdown]
-# Now we measure the noise scale on a bigram language model, which consists of an embedding and an
-# output matrix for 64 tokens. An item is a token and its successor. They are drawn from a known
-# distribution, which also gives us the exact noise scale for comparison. We train from a loss of
-# 4.2 to 2.2, with 256 items in 16 micro-batches per step, and 5 seeds.
+# Now we measure the noise scale on a bigram language model: from one token it predicts the next,
+# with an embedding and an output matrix for 64 tokens. An item is a token and its successor. They
+# are drawn from a known distribution, which also gives us the exact noise scale for comparison. We
+# train from a loss of 4.2 to 2.2, with 256 items in 16 micro-batches per step, and 5 seeds.
 
 # %% tags=["picture", "measured"]
 from course_lib.accumulation import batch_sizes as sizes
@@ -663,23 +663,26 @@ show(*pictures.noise_growth(runs))
 #
 # Does the noise scale really tell when a larger batch stops helping? To test this, we count the
 # steps to a loss of 2.2 for $B$ = 1, 2, 4, ..., 512 with 5 seeds, each $B$ with the best learning
-# rate out of 1/8, 1/4, ..., 16. The theory says that a step gains in proportion to
-# $1/(1+B_\text{noise}/B)$, so the number of steps $S$ is proportional to the inverse of it. If
-# $B_\text{noise}$ were constant, we would get, with a constant $B_\text{crit}$ in its place,
+# rate out of 1/8, 1/4, ..., 16. The theory says that the gain of a step is proportional to
+# $1/(1+B_\text{noise}/B)$. If each step gains less, training needs more steps, so the number of
+# steps $S$ is proportional to $1+B_\text{noise}/B$. But $B_\text{noise}$ changes during training.
+# We replace it by one constant for the whole run, $B_\text{crit}$:
 #
 # $$ S = S_\text{min}\,(1 + B_\text{crit}/B) $$
 #
-# A run uses $E = BS$ items, which is $E_\text{min}\,(1 + B/B_\text{crit})$ with $E_\text{min} =
-# S_\text{min} B_\text{crit}$. The two fractions $B_\text{crit}/B$ and $B/B_\text{crit}$ multiply to
-# 1, which gives the law of McCandlish et al. (2018, section 2.3):
+# Here $S_\text{min}$ is the number of steps with a huge batch. A run uses $E = BS$ items. Multiply
+# the equation by $B$: $E = E_\text{min}\,(1 + B/B_\text{crit})$, where $E_\text{min} = S_\text{min}
+# B_\text{crit}$ is the number of items with a tiny batch. The two fractions $B_\text{crit}/B$ and
+# $B/B_\text{crit}$ multiply to 1, which gives the law of McCandlish et al. (2018, section 2.3):
 #
 # $$ (S/S_\text{min} - 1)\,(E/E_\text{min} - 1) = 1 $$
 #
-# $S_\text{min}$ is the smallest number of steps, with a huge batch, and $E_\text{min}$ the smallest
-# number of items, with a tiny one. At the **critical batch size**
-# $B_\text{crit}=E_\text{min}/S_\text{min}$, a run takes $2S_\text{min}$ steps and $2E_\text{min}$
-# items, twice the minimum of both. $B_\text{crit}$ should be close to the noise scale. From $B=1$
-# to 16, the number of steps falls to about 1/16. And from 32 to 512?
+# At the **critical batch size** $B = B_\text{crit}$, a run takes $2S_\text{min}$ steps and
+# $2E_\text{min}$ items, twice the minimum of both. $B_\text{crit}$ should be close to the noise
+# scale.
+#
+# From $B=1$ to 16, the batch becomes 16 times as large, and the number of steps falls to about
+# 1/16. From 32 to 512, the batch becomes 16 times as large again. What happens to the steps?
 
 # %% tags=["predict"]
 guess = predict("steps at B = 32, as a multiple of those at B = 512")
@@ -689,6 +692,7 @@ guess = predict("steps at B = 32, as a multiple of those at B = 512")
 sweep = sizes.steps_to_loss(2.2, [2**n for n in range(10)])
 steps = sweep.mean_steps()
 reveal(guess, steps[5] / steps[9])
+print(f"steps at B = 1, as a multiple of those at B = 16: {steps[0] / steps[4]:.1f}")
 print("best learning rates:", *sweep.rates)
 scale = fmean(scales)  # at learning rate 8
 fit = fit_tradeoff(sweep.batches, steps)
@@ -742,9 +746,9 @@ except ImportError:
     print("Accelerate is not installed here; with it this cell compares the weights.")
 
 # %% [markdown]
-# Accelerate always divides by `gradient_accumulation_steps`. This is the mean of means of section 4
-# if the parts have different numbers of tokens, and it is too large a divisor if the last step of
-# an epoch has fewer micro-batches. Transformers' `Trainer` counts the tokens instead
+# Accelerate always divides by `gradient_accumulation_steps`. If the parts have different numbers of
+# tokens, this is the mean of means of section 4. If the last step of an epoch has fewer
+# micro-batches, the divisor is too large. Transformers' `Trainer` counts the tokens instead
 # (`num_items_in_batch`).
 #
 # **A framework's accumulation is right if its divisor matches what your loss averages over: check

@@ -18,7 +18,7 @@
 # - write a step with master weights and loss scaling, and round blocks of numbers with a scale;
 # - say what `torch.utils.checkpoint`, `torch.autocast` and `GradScaler` do for you.
 #
-# **Prerequisites:** lessons 01 (what a layer keeps) and 02 (clipping). **Time:** about 55 minutes
+# **Prerequisites:** lessons 01 (what a layer keeps) and 02 (clipping). **Time:** about 50 minutes
 # of reading and running, and 55 minutes for six exercises. A break fits before section 4.
 #
 # | symbol | in code | meaning |

@@ -4,8 +4,8 @@
 # **Question.** How do ranks copy, sum and exchange tensors, and how long does it take?
 #
 # Every parallel training method in this course communicates through a few *collectives*: calls that
-# all ranks make together, such as `all_reduce`. A library hides the messages inside them. But which
-# method is fast on which machine depends on how many messages there are, and how large they are. In
+# all ranks make together, such as `all_reduce`. A library hides the messages inside them. But how
+# fast a method is depends on these messages: on how many there are, and on how large they are. In
 # this lesson you write the collectives from single messages and derive what they cost.
 #
 # *After this lesson you can*
@@ -15,8 +15,8 @@
 # - explain why libraries use rings, trees and hierarchies;
 # - measure $\alpha$ and $\beta$ of a machine, and interpret a bus bandwidth.
 #
-# **Prerequisites:** lesson 00. **Time:** about 80 minutes of reading, 75 for the exercises. Section
-# 4 ends with a break.
+# **Prerequisites:** lesson 00. **Time:** about 60 minutes to read and run, 75 for the exercises (35
+# for the core ones). Section 4 ends with a break.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -43,20 +43,19 @@ from course_lib.collectives import lab, messages
 from course_lib.core import Link, TwoLevelLink
 from course_lib.cost import bandwidth, network
 from course_lib.display import YES_NO, claim, predict, reveal, show, wires
-from course_lib.ranks import RankError, Ranks
+from course_lib.ranks import Ranks
 
 # %% [markdown]
 # ## 1 One sender, seven friends
 #
 # The simplest collective is a **broadcast**: one rank has a tensor, and all ranks need a copy. You
-# know this problem. You send 5 MB of pictures to each of seven friends. Your uplink carries 1 MB/s,
-# and latency is negligible. Sending to all friends *at once* does not help, because the same bytes
-# leave through the same wire. But a friend who has all the pictures can forward them. When does the
-# last friend have all pictures, with and without this help?
+# know this problem. You want to send 5 MB of pictures to each of seven friends. Your uplink carries
+# 1 MB/s, and latency is negligible. If you send them one after the other, the last friend has them
+# after $7\cdot5=35$ s. Sending to all friends *at once* does not help, because the same bytes leave
+# through the same wire. But a friend who has all the pictures can forward them, through an uplink
+# of the same speed. When does the last friend have them now?
 
 # %% tags=["predict"]
-guess_alone = predict("until all seven have the pictures, from you alone", unit="s")
-### GUESS guess_alone.commit(35)
 guess_helped = predict("until all seven have them, if each forwards the whole set", unit="s")
 ### GUESS guess_helped.commit(20)
 
@@ -72,7 +71,7 @@ def tree_broadcast_s(n, p, link):
 
 
 uplink = Link(latency_s=0.0, bytes_per_s=1e6)
-reveal(guess_alone, star_broadcast_s(5e6, 8, uplink))
+print(f"you alone: {star_broadcast_s(5e6, 8, uplink):g} s")
 reveal(guess_helped, tree_broadcast_s(5e6, 8, uplink))
 
 # %%
@@ -140,24 +139,22 @@ def tree_reduce(x, root=0):
 check("collectives-1", tree_reduce)
 
 # %% [markdown]
-# In each round of the tree, every rank that has the tensor sends it to one that does not, so the
-# number of ranks that have it doubles. After $k$ rounds, $2^k$ ranks have it. All $p$ ranks have it
-# as soon as $2^k\ge p$, that is, after $\lceil\log_2 p\rceil$ rounds. The sender of a star needs
-# $p-1$ messages instead.
+# In each round of the tree, every rank that has the tensor sends it to one that does not, as long
+# as there is one. So the number of ranks that have it doubles, and after $k$ rounds, $2^k$ ranks
+# have it. All $p$ ranks have it as soon as $2^k\ge p$, that is, after $\lceil\log_2 p\rceil$
+# rounds. If the root sends to every rank itself, it needs $p-1$ messages, one after the other.
 #
 # **A *binomial tree* broadcasts or reduces a tensor in $\lceil\log_2 p\rceil$ rounds, and each
 # round sends the whole tensor.**
 #
 # ## 2 Everyone sends at once
 #
-# In the tree, a rank only sends or only receives in each round. Faster collectives use both
-# directions: all ranks send *and* receive at the same time. Let the ranks form a circle in which
-# each passes a tensor to its right neighbor. In the obvious program, each rank first sends to the
-# right, then receives from the left. Does this program finish?
-
-# %% tags=["predict"]
-guess_finishes = predict("does it finish?", choices=YES_NO)
-### GUESS guess_finishes.commit("yes")
+# In each round of the tree, a rank only sends or only receives, although it could do both at once.
+# Faster collectives use this: all ranks send *and* receive at the same time. Let the ranks form a
+# circle in which each passes a tensor to its right neighbor. In the obvious program, each rank
+# first sends to the right, then receives from the left. You know from lesson 00 that this program
+# never finishes. Run it once more, and read in the report who waits for whom. How can all ranks
+# send at the same time without such a hang?
 
 
 # %% tags=["failure", "raises-exception"]
@@ -167,17 +164,14 @@ def send_then_receive(rank):
     dist.recv(incoming, (rank - 1) % 4)
 
 
-try:
-    ranks.run(send_then_receive)
-except RankError:
-    reveal(guess_finishes, "no")
-    raise
+ranks.run(send_then_receive)
 
 # %% [markdown]
 # This is a **deadlock**: each rank waits for another, and the waiting forms a circle. On these
-# ranks, `send` returns only when the receiver has taken the message. The receiver would call `recv`
-# after its own `send` has returned, but its `send` waits for the next rank, and so on around the
-# circle. Libraries that buffer small messages hide this mistake until the tensors grow.
+# ranks, `send` returns only when the receiver has taken the message. The receiver would take it in
+# `recv`, but it is still in its own `send`, which waits for the next rank, and so on around the
+# circle. A library that buffers small messages lets `send` return at once. There, the mistake stays
+# hidden until the tensors grow.
 #
 # ### Exercise 2 (core): break the circle
 # *Difficulty 1 of 5, importance 5 of 5, about 5 minutes and 4 lines.*
@@ -216,10 +210,10 @@ check("collectives-2", pass_right)
 #
 # ## 3 Reduce-scatter on a ring
 #
-# The tree of section 1 can sum tensors, but every message carries all $n$ bytes, and in its last
+# The reduce of section 1 sums tensors, but every message carries all $n$ bytes, and in its last
 # round only two ranks are busy. With the exchange of section 2, all ranks can be busy in every
-# step. The idea is to cut the tensor into $p$ *shards*, so that different ranks sum different
-# shards at the same time.
+# step. For this, we cut the tensor into $p$ *shards*. Then each rank can add numbers of a different
+# shard at the same time.
 #
 # Each of 4 ranks holds a gradient of $n$ bytes, cut into 4 shards. After a **reduce-scatter**, rank
 # $r$ holds shard $r$ of the *sum*. In each step, every rank sends one shard to its right neighbor.
@@ -256,10 +250,10 @@ reveal(guess_part, sent / 16)  # x was 4 numbers of 4 bytes
 wires.reduce_scatter_steps(4)
 
 # %% [markdown]
-# Follow one shard. It collects the numbers of one more rank in every step, so after $p-1$ steps it
-# contains those of all $p$ ranks. All ranks send in each of these steps, and each message is one
-# shard of $n/p$ bytes. A rank therefore sends $(p-1)\cdot\frac{n}{p}=\frac{p-1}{p}\,n$ bytes in
-# total.
+# Follow one shard in the picture. In every step, one more rank adds its numbers, so after $p-1$
+# steps the shard contains the numbers of all $p$ ranks. In each of these steps, every rank sends
+# one message, a shard of $n/p$ bytes. A rank therefore sends
+# $(p-1)\cdot\frac{n}{p}=\frac{p-1}{p}\,n$ bytes in total.
 #
 # In the code, the indices decide which shard travels when, and they are easy to get wrong.
 #
@@ -326,13 +320,8 @@ check("collectives-3", gather_on_ring)
 # After a reduce-scatter, each rank has only one shard of the sum. Data-parallel training needs
 # more: every rank needs the complete sum of all gradients. This is an **all-reduce**. We already
 # have both halves of it: a reduce-scatter computes the sum in shards, and an all-gather gives all
-# shards to all ranks.
-#
-# Suppose that $p$ grows from 4 to 4,000. By what factor do the bytes that *each rank* sends grow?
-
-# %% tags=["predict"]
-guess_growth = predict("p from 4 to 4,000: the bytes of each rank grow by a factor of")
-### GUESS guess_growth.commit(1000)
+# shards to all ranks. Each half sends $\frac{p-1}{p}\,n$ bytes per rank, so the all-reduce sends
+# twice as many. If $p$ grows from 4 to 4,000, by what factor do the bytes of *each rank* grow?
 
 # %%
 from course_lib.collectives import ring_all_gather, ring_reduce_scatter
@@ -346,7 +335,8 @@ def bytes_per_rank(p):
     return 2 * (p - 1) / p  # in n
 
 
-reveal(guess_growth, bytes_per_rank(4000) / bytes_per_rank(4))
+growth = bytes_per_rank(4000) / bytes_per_rank(4)
+print(f"with 4,000 ranks, each sends {growth:.2f} times the bytes that it sends with 4")
 
 
 # %%
@@ -360,17 +350,17 @@ for p in range(1, 7):
     print(f"{p} ranks: formula {bytes_per_rank(p):.3f} n, counted {sent_by_rank_0(p):.3f} n")
 
 # %% [markdown]
-# The bytes per rank hardly grow, because each half sends less than $n$ bytes however many ranks
+# The bytes per rank hardly grow, because each half sends less than $n$ bytes, however many ranks
 # there are. What does grow with $p$ is the number of steps, and each step costs a latency.
 #
 # ### Exercise 4 (core): the mean
 # *Difficulty 1 of 5, importance 5 of 5, about 5 minutes and 2 lines.*
 #
 # Data parallelism needs the *mean* of the gradients. Replace x by its mean over all ranks, in
-# place: 1, 10, 100 and 1000 become 277.75 everywhere. Call the two halves;
-# `ring_all_gather(shard, out=x)` writes the shards of all ranks into x. They work for any length
-# (10 floats on 4 ranks are shards of 3, 3, 2 and 2). Budget: $2(p-1)$ messages per rank, without
-# padding.
+# place: 1, 10, 100 and 1000 become 277.75 everywhere. Call `ring_reduce_scatter` and then
+# `ring_all_gather(shard, out=x)`, which writes the shards of all ranks into x. Both work for any
+# length (10 floats on 4 ranks are shards of 3, 3, 2 and 2). Budget: $2(p-1)$ messages per rank,
+# without padding.
 #
 # <details><summary>Hint: where does the division belong?</summary>
 # Divide where the sum is complete and still small: between the two halves, on one shard.
@@ -391,12 +381,13 @@ def mean_all_reduce(x):
 check("collectives-4", mean_all_reduce)
 
 # %% [markdown]
-# Can another algorithm send fewer bytes? Count for each number of the tensor. Before any rank can
-# know its sum, the contributions of the $p-1$ other ranks have to be sent: at least $p-1$
-# transfers. After that, the $p-1$ other ranks still have to receive the result: at least $p-1$
-# more. So all ranks together send at least $2(p-1)\,n$ bytes, which is $2\frac{p-1}{p}n$ per rank
-# on average. Patarasuk and Yuan (2009) prove this bound, and the ring reaches it. It does not hold
-# if the network itself can add (section 5, NVLS).
+# Can another algorithm send fewer bytes? Count how often a number has to be sent for one element of
+# the tensor. Before any rank can know the sum of this element, each of the $p-1$ other ranks has to
+# send its contribution: at least $p-1$ transfers. After that, these $p-1$ ranks still have to
+# receive the sum: at least $p-1$ more. So for all elements, all ranks together send at least
+# $2(p-1)\,n$ bytes, which is $2\frac{p-1}{p}n$ per rank on average. Patarasuk and Yuan (2009) prove
+# this bound, and the ring reaches it. It does not hold if the network itself can add (section 5,
+# NVLS).
 #
 # **All-reduce = reduce-scatter + all-gather. On a ring, it sends $2\frac{p-1}{p}\,n$ bytes per rank
 # in $2(p-1)$ steps, and no algorithm sends fewer bytes in total, as long as only ranks add.**
@@ -407,21 +398,17 @@ check("collectives-4", mean_all_reduce)
 #
 # A ring sends the fewest bytes, but in many messages. In each of its $2(p-1)$ steps, a rank sends
 # $n/p$ bytes, so a ring takes $2(p-1)(\alpha+\frac{n}{p\beta})$ seconds. For a small tensor, almost
-# all of this is latency.
+# all of this time is latency. Can an all-reduce do with fewer messages?
 #
-# **Recursive doubling** needs fewer messages. Each rank exchanges its sum with the rank 1 away,
-# then with the rank 2 away, then 4 away. In every round, the number of ranks whose contributions a
-# sum contains doubles. If $p$ is a power of two, every rank has the whole sum after $\log_2{p}$
-# rounds. But each round sends the whole tensor, so the time is $\log_2{p}\,(\alpha+n/\beta)$. (In
-# the code, `rank ^ 4` flips one bit of the rank's number. This gives the partner 4 away.)
+# **Recursive doubling** can. Each rank exchanges its sum with the rank 1 away, then with the rank 2
+# away, then 4 away, and adds what it receives. After the first round, each sum contains the
+# contributions of 2 ranks, after the second of 4, then of 8. If $p$ is a power of two, every rank
+# has the whole sum after $\log_2{p}$ rounds. But each round sends the whole tensor, so the time is
+# $\log_2{p}\,(\alpha+n/\beta)$. (In the code, `rank ^ 4` flips one bit of the rank's number. This
+# gives the partner 4 away.)
 #
-# Four ranks communicate over an emulated slow wire. From which size on is the ring faster than
-# doubling?
-
-# %% tags=["predict"]
-wire = Link(name="slow wire", latency_s=10e-3, bytes_per_s=20e6)
-guess_crossover = predict(f"over a {wire}, 4 ranks: the ring is faster from", unit="MB")
-### GUESS guess_crossover.commit(1)
+# So doubling is faster for small tensors, and the ring for large ones. Four ranks communicate over
+# an emulated slow wire. From which size on is the ring faster?
 
 
 # %%
@@ -434,7 +421,8 @@ def doubling_all_reduce(x):
     return x
 
 
-reveal(guess_crossover, network.crossover_bytes(4, wire) / 1e6)
+wire = Link(name="slow wire", latency_s=10e-3, bytes_per_s=20e6)
+print(f"over a {wire}, the ring is faster from {network.crossover_bytes(4, wire) / 1e6:g} MB on")
 
 # %% [markdown]
 # To find this size, set both times equal. With $p=4$, the ring takes
@@ -442,15 +430,15 @@ reveal(guess_crossover, network.crossover_bytes(4, wire) / 1e6)
 # equal if $4\alpha=\frac12\frac{n}{\beta}$, that is, if $n=8\alpha\beta$. The product $\alpha\beta$
 # is the number of bytes that a wire could carry during one latency.
 #
-# So one algorithm saves messages, and the other saves bytes. **Halving-doubling** (Thakur,
+# Recursive doubling saves messages, and the ring saves bytes. **Halving-doubling** (Thakur,
 # Rabenseifner and Gropp 2005) saves both. It is again a reduce-scatter and an all-gather:
 #
-# 1. *Halving.* In each round, two partners still have to sum the same part of x. Each keeps one
-#    half of this part, sends the other half to its partner, and adds what it receives. So the
-#    messages shrink: $n/2$, $n/4$ and so on. After $\log_2{p}$ rounds, each rank has the sum of one
-#    shard.
-# 2. *Doubling.* The same partners meet in reverse order, and send each other their summed parts.
-#    Each rank's summed part doubles in every round, until x is complete.
+# 1. *Halving.* In the first round, two partners both hold all of x. Each becomes responsible for
+#    one half: it sends the other half to its partner, and adds what it receives to its own half. In
+#    the next round, it halves this part again, with another partner. So the messages shrink: $n/2$,
+#    $n/4$ and so on. After $\log_2{p}$ rounds, each rank has the sum of one shard.
+# 2. *Doubling.* The same partners meet in reverse order, and send each other the parts whose sums
+#    they have. So these parts double in every round, until each rank has the sum of all of x.
 
 # %% tags=["picture"]
 wires.halving_doubling_steps(4)
@@ -522,31 +510,32 @@ print(wires.costs_table(8))
 wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume 3 us
 
 # %% [markdown]
-# **In this model, where $p\ge4$ is a power of two, recursive doubling is the fastest of the three
-# for small tensors and halving-doubling for larger ones; halving-doubling beats the ring at every
-# size.** (At $p=2$ it equals the ring.)
+# In this model, for every $p\ge4$ that is a power of two, recursive doubling is the fastest of the
+# three for small tensors, and halving-doubling for larger ones. The ring is never the fastest: it
+# sends as many bytes as halving-doubling, in more messages. (At $p=2$, these two are equal.)
 #
-# Why, then, do libraries build rings? The model leaves out four properties of real machines:
+# Why, then, do libraries build rings? Because real machines differ from the model in four ways:
 #
 # - **Shared links.** The model gives each pair of ranks a wire of its own. Suppose instead that 8
-#   ranks are wired in a circle. Then a message to the rank 4 away passes over four wires. If all
-#   messages go round to the right, each wire carries four of them at once. (The table's last column
-#   adds up the bytes on the busiest wire of each step.) A ring only uses neighbors. Patarasuk and
-#   Yuan (2009) design their ring so that no two messages share a link, on almost all clusters of
-#   that time.
+#   ranks are wired in a circle. Then a message to the rank 4 away passes over four wires. If every
+#   rank sends such a message, and all go round to the right, each wire carries four of them at
+#   once. (The table's last column adds up the bytes on the busiest wire of each step.) In a ring,
+#   each message passes over one wire only. Patarasuk and Yuan (2009) design their ring so that no
+#   two messages share a link, on almost all clusters of that time.
 # - **Topology.** A ring can follow the machine: it enters and leaves each node once.
-# - **Pipelining.** The neighbors stay the same, so shards can travel in small pieces: a rank adds
-#   one piece while the next one arrives.
+# - **Pipelining.** A rank of a ring has the same neighbors in all steps, so it can cut its shards
+#   into small pieces and add one piece while the next one arrives.
 # - **Any $p$.** If $p$ is not a power of two, a ring needs no extra rounds.
 #
 # NCCL, the collectives library for NVIDIA GPUs, chooses among several algorithms by size and
 # topology:
 #
 # - **Rings:** several at once, over different links (Hu et al. 2025).
-# - **Double binary trees** across nodes: each of two trees over the nodes sums half of the tensor.
-#   A leaf of a tree only sends its own numbers up and receives the result. So with an even number
-#   of nodes, each node is a leaf in one tree and an inner node in the other, which balances the
-#   load. The depth is logarithmic (Sanders, Speck and Träff 2009; Jeaugey 2019).
+# - **Double binary trees** across nodes: two trees over the same nodes, each of which sums half of
+#   the tensor. In a tree, an inner node sends and receives more than a leaf. So the trees are built
+#   such that, with an even number of nodes, each node is a leaf in one tree and an inner node in
+#   the other. This balances the load, and the depth of both trees grows only with the logarithm of
+#   the number of nodes (Sanders, Speck and Träff 2009; Jeaugey 2019).
 # - **NVLS** (NVLink SHARP, from H100 on): the NVLink switch itself adds.
 #
 # `course_lib`'s `all_reduce` chooses doubling or ring by size.
@@ -556,7 +545,7 @@ wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume
 # On a cluster, links inside a node are faster than links between nodes. In each step of a ring, a
 # rank needs the shard that arrived in the step before, so the whole ring runs at the speed of its
 # slowest link. On two nodes of two ranks, only one rank of each node sends to the other node, and
-# all others wait for it.
+# the other ranks wait for it in every step.
 #
 # A **hierarchical** all-reduce uses the slow links less:
 #
@@ -564,13 +553,19 @@ wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume
 # 2. An all-reduce *across* nodes: each rank sends only its part, through a link of its own.
 # 3. An all-gather inside each node.
 #
-# How many times as fast as the ring is it?
+# How much faster is this? Count the steps that use a slow link, on 4 ranks. The ring has $2(p-1)=6$
+# steps, and in each of them a shard of $n/4$ bytes crosses between the nodes. In the hierarchical
+# all-reduce, each rank all-reduces its half of the tensor with one partner on the other node. This
+# takes two steps, with $n/4$ bytes each. So the slow links are used in 2 steps instead of 6, and
+# the hierarchical all-reduce is up to 3 times as fast. The formula gives less than 3, because the
+# steps inside the nodes take time, too.
 
-# %% tags=["predict"]
+# %%
 inside = Link(name="fast wire", latency_s=1e-3, bytes_per_s=200e6)
 two_nodes = TwoLevelLink(inside=inside, outside=wire, ranks_per_node=2)
-guess_levels = predict(f"{two_nodes}; 4 MiB: ring's time / hierarchical time")
-### GUESS guess_levels.commit(3)
+ring_s = network.ring_all_reduce_s(sizes[-1], 4, two_nodes)
+levels_s = network.hierarchical_all_reduce_s(sizes[-1], 4, two_nodes, ranks_per_node=2)
+print(f"formula, 4 MiB: two levels are {ring_s / levels_s:.1f} times as fast; {two_nodes}")
 
 # %% tags=["picture", "measured"]
 from course_lib.collectives import hierarchical_all_reduce
@@ -579,29 +574,24 @@ rivals = {"ring": ring_all_reduce}
 rivals["hierarchical"] = lambda x: hierarchical_all_reduce(x, ranks_per_node=2)
 times_s = lab.race(Ranks(4, link=two_nodes), rivals, sizes)
 flat_s, levels_s = (min(times[-1]) for times in times_s.values())  # 4 MiB
-reveal(guess_levels, flat_s / levels_s)
 claim("two levels are at least 1.8 times as fast at 4 MiB", flat_s > 1.8 * levels_s)
 show(*wires.two_levels(sizes, 4, two_nodes, times_s))
 
 # %% [markdown]
-# Count the steps that use a slow link. On 4 ranks, the ring has $2(p-1)=6$ steps, and in each of
-# them a shard of $n/4$ bytes crosses between the nodes. In the hierarchical all-reduce, each rank
-# all-reduces its half of the tensor with one partner on the other node. This takes two steps with
-# $n/4$ bytes each. So the slow links are used in 2 steps instead of 6, and the ratio is a little
-# less than 3, because the steps inside the nodes take time, too.
-#
-# The measured ring is faster than its formula. The formula takes one step after the other, but in
-# `course_lib` a rank can start its next slow message during the latency of the last one.
+# The measured ring is faster than its formula, so the measured ratio is smaller. The formula takes
+# one step after the other, but in `course_lib` a rank can start its next slow message during the
+# latency of the last one.
 #
 # **For small tensors, count messages. For large tensors, count bytes: on the slowest link, and on
 # links that messages share.**
 #
 # ## 6 This machine
 #
-# So far, $\alpha$ and $\beta$ were given, or emulated. To apply the formulas to a real machine, we
-# have to measure them. Two processes on your machine exchange tensors as in a ring, without
-# emulation. We fit $\alpha$ and $\beta$ to the times, and then predict how long our ring takes. We
-# compare it with gloo, PyTorch's backend for CPUs. How large is $\alpha$?
+# So far, we chose $\alpha$ and $\beta$ ourselves, and emulated the link. To apply the formulas to a
+# real machine, we have to measure both. Two processes on your machine exchange tensors as in a
+# ring, without emulation. We fit $\alpha$ and $\beta$ to the times, and use them to predict how
+# long our ring takes. Beside it, we measure gloo, PyTorch's backend for CPUs. These messages never
+# leave your machine. How large is their latency?
 
 # %% tags=["predict"]
 guess_alpha = predict("alpha of this machine", unit="us")
@@ -631,6 +621,9 @@ predicted_s = [network.ring_all_reduce_s(n, 2, here) for n in sizes]
 show(*wires.ring_on_this_machine(sizes, times_s, predicted_s))
 
 # %% [markdown]
+# The latency is not the time of a signal in a wire. It is the time of the software: Python, PyTorch
+# and the operating system all work before the first byte arrives.
+#
 # The prediction comes from the *fastest* exchange of each size, so it leaves out the time that a
 # process waits for a core. It also leaves out the time for adding, as the model does. So measured
 # times may lie above it.
@@ -640,49 +633,62 @@ show(*wires.ring_on_this_machine(sizes, times_s, predicted_s))
 #
 # ## 7 How fast is the wire?
 #
-# On a cluster, you will usually not fit $\alpha$ and $\beta$, but run a benchmark. How do you see
-# from its output whether the network is as fast as it should be? The obvious quotient $n/t$, bytes
-# divided by time, is misleading. A rank of a ring sends up to $2n$ bytes, so $n/t$ falls when $p$
-# grows, even on a perfect wire.
+# Two ranks of your own are easy to measure. On a cluster, you will usually not fit $\alpha$ and
+# $\beta$, but run a benchmark. How do you see from its output whether the network is as fast as it
+# should be?
 #
-# Benchmarks therefore print a *bus bandwidth*: the bytes that a rank of a ring sends, divided by
-# the time $t$. On 8 A100, Bekman (*Machine Learning Engineering*, network) measured 128 ms for an
-# all-reduce of 17.18 GB. How fast does each GPU send, if NCCL uses a ring?
+# The obvious quotient $n/t$, bytes of the tensor divided by time, is misleading. A rank of a ring
+# sends $2\frac{p-1}{p}n$ bytes, not $n$. This number grows with $p$, so $n/t$ falls when $p$ grows,
+# even on a perfect wire. Benchmarks therefore print a *bus bandwidth*: the bytes that a rank of a
+# ring sends, divided by the time. For an all-reduce, it is $2\frac{p-1}{p}$ times $n/t$. The next
+# cell computes it for 8 A100, on which Bekman (*Machine Learning Engineering*, network) measured
+# 128 ms for an all-reduce of 16 GiB.
+
+# %%
+n, time_s, p = 2**34, 0.127997, 8  # nccl-tests; stas00/ml-engineering@744d01e
+factor = bandwidth.bus_factor("all_reduce", p)  # 2 (p - 1) / p: what a rank sends, in n
+print(f"n / t is {n / time_s / 1e9:.0f} GB/s; bus bandwidth: {factor} times as much, ", end="")
+print(f"{factor * n / time_s / 1e9:.0f} GB/s")
+
+# %% [markdown]
+# An A100's NVLink carries 300 GB/s in each direction, so this all-reduce uses most of it. Bekman
+# ran a similar benchmark on 8 H200, whose NVLink carries 450 GB/s in each direction (half of the
+# data sheet's 900). Which bus bandwidth did it print for 16 GiB?
 
 # %% tags=["predict"]
-guess_speed = predict("rate at which each GPU sends, counted as in a ring", unit="GB/s")
-### GUESS guess_speed.commit(134)
+guess_bus = predict("bus bandwidth on 8 H200, whose link carries 450 GB/s", unit="GB/s")
+### GUESS guess_bus.commit(400)
 
 # %% tags=["picture"]
-n, time_s, p = 17_179_869_184, 0.127997, 8  # nccl-tests; stas00/ml-engineering@744d01e
-factor = bandwidth.bus_factor("all_reduce", p)  # 2 (p - 1) / p: what a rank sends, in n
-reveal(guess_speed, factor * n / time_s / 1e9)
-print(f"n / t is {n / time_s / 1e9:.0f} GB/s; the factor is {factor}")
+from course_lib.cost.published import rows
+
+on_h200 = [row for row in rows("bandwidth") if row["hardware"] == wires.H200]
+reveal(guess_bus, float(on_h200[-1]["value"]))  # the last row is the largest size, 16 GiB
 show(*wires.published_by_size())
 show(*wires.published_by_nodes())
 
 # %% [markdown]
+# How can a GPU send more than its link carries? It does not. With NVLS the switch adds, and a GPU
+# sends only $\frac{p+1}{p}n$ bytes (Jeaugey 2023, NCCL's GitHub issue 1083). The benchmark does not
+# know this, and still counts the $2\frac{p-1}{p}n$ bytes of a ring. Without NVLS, Bekman measured
+# 368 GB/s.
+#
 # The first picture shows how the bus bandwidth grows with the size. NCCL has several protocols (Hu
 # et al. 2025), so one $\alpha$ and one $\beta$ describe it only roughly.
 #
-# One point needs an explanation. On 8 H200, Bekman's bus bandwidth reaches 482 GB/s, but NVLink
-# carries only 450 GB/s per direction (half the data sheet's 900). How can a GPU send more than its
-# link carries? It does not. With NVLS the switch adds, and a GPU sends only $\frac{p+1}{p}n$ bytes
-# (Jeaugey 2023, NCCL's GitHub issue 1083). The bus bandwidth still counts the $2\frac{p-1}{p}n$ of
-# a ring. Without NVLS, Bekman measured 368 GB/s.
-#
 # In the second picture, the bandwidth falls with the number of nodes. Tazi et al. (2025, *The
-# Ultra-Scale Playbook*, pipeline parallelism) explain this by the slower network between nodes. One
-# ring with equal links (the line) also loses bandwidth, because its latencies add up, but more
-# evenly.
+# Ultra-Scale Playbook*, pipeline parallelism) explain this by the slower network between nodes. The
+# line is our formula for one ring whose links are all equal. It falls, too, because a longer ring
+# has more latencies, but it falls more evenly.
 #
 # **Bus bandwidth = the bytes that each rank of a ring would send, divided by the time. Compare it
-# with a link's bandwidth in one direction, if the algorithm is a ring.**
+# with a link's bandwidth in one direction only if the algorithm is a ring.**
 #
 # ## 8 The whole family
 #
-# We have built broadcast, reduce, reduce-scatter, all-gather and all-reduce. A few more collectives
-# complete the list. The fourth column gives the bytes that a rank sends.
+# The factor $2\frac{p-1}{p}$ is that of an all-reduce. What do the other collectives send? We have
+# built broadcast, reduce, reduce-scatter, all-gather and all-reduce. A few more complete the list.
+# The fourth column gives the bytes that a rank sends.
 #
 # | call | before | after | sent by a rank | backward |
 # |---|---|---|---|---|
@@ -698,14 +704,15 @@ show(*wires.published_by_nodes())
 #
 # The last column matters when a collective is part of a model, as in tensor parallelism. It names
 # the call that computes the gradients in the backward pass, if the loss is the **sum of the losses
-# of all ranks**. The rule is the one of any autograd graph: where forward copies a tensor, backward
-# sums the gradients of the copies; where forward sums tensors, backward copies the gradient to
-# every term.
+# of all ranks**. The rule is the one of any autograd graph. Where forward copies a tensor, backward
+# sums the gradients of the copies. Where forward sums tensors, backward copies the gradient to
+# every term of the sum.
 #
 # `all_reduce` does both. It sums, and it gives a copy of the sum to every rank. So a rank's x
-# influences the losses of all ranks, and its gradient is the sum of all ranks' gradients: another
-# all-reduce. If instead all ranks compute *the same* loss and it counts once, the backward of
-# `all_reduce` is the identity. Lesson 07 shows both cases.
+# influences the losses of all ranks. The gradient of x is therefore the sum of the gradients that
+# all ranks have for their copies: another all-reduce. It is different if all ranks compute *the
+# same* loss and it counts once. Then the backward of `all_reduce` is the identity. Lesson 07 shows
+# both cases.
 #
 # **In the backward pass, a collective that copies becomes one that sums, and the reverse. Say first
 # whether the ranks' losses are added.**
@@ -747,11 +754,11 @@ check("collectives-6", all_to_all)
 # %% [markdown]
 # ## 9 The wrong order
 #
-# In section 2, a wrong order of messages made the ranks hang. At least you notice that. Collectives
-# have the same rule, that all ranks make the same calls in the same order, but here a mistake can
-# be silent. If the kinds or the shapes of two calls differ, the course's ranks raise an error. In
-# the next cell, kinds and shapes are equal, but rank 0 sums the loss first, and the other ranks sum
-# the gradient first. Will there be an error?
+# All collectives of the table share one rule: all ranks have to make the same calls in the same
+# order. In section 2, a wrong order of messages made the ranks hang, and a hang is hard to miss.
+# What happens if collectives are called in a wrong order? If the kinds or the shapes of two calls
+# differ, the course's ranks raise an error. In the next cell, kinds and shapes are equal, but rank
+# 0 sums the loss first, and the other ranks sum the gradient first. Will there be an error?
 
 # %% tags=["predict"]
 guess_order = predict("same shapes in another order: will there be an error?", choices=YES_NO)
@@ -777,8 +784,8 @@ reveal(guess_order, "no")
 # %% [markdown]
 # There is no error. Each rank's first call is combined with the first calls of the others, so rank
 # 0's loss was added to the others' gradients, and its gradient to their losses. The course's ranks
-# print `swapped`; other backends print nothing. What finds such a mistake everywhere is a
-# comparison with a run on one rank.
+# at least print `swapped`; NCCL and gloo by default print nothing. A comparison with a run on one
+# rank finds such a mistake with every backend.
 #
 # **All ranks of a group have to make the same collective calls in the same order. A library can
 # detect only some violations.**

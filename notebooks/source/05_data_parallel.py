@@ -3,7 +3,7 @@
 #
 # In data parallelism, every device has a copy of the model and computes on its own part of the
 # batch. The code fits in five lines, but many mistakes in these lines go unnoticed, because the
-# loss still falls. **How do the copies stay equal, which ranks wait for which, and what do we gain
+# loss still falls. **How do the copies stay equal, which ranks wait for others, and what do we gain
 # if they wait less?**
 #
 # *After this lesson you can*
@@ -13,15 +13,15 @@
 # - say what a straggler costs in synchronous and in asynchronous training;
 # - communicate less with local SGD and DiLoCo, and write DiLoCo's outer step.
 #
-# **Prerequisites:** lessons 02 and 04. **Time:** about 80 minutes to read and run, 75 for the
-# exercises. Section 4 ends with a break.
+# **Prerequisites:** lessons 02 and 04. **Time:** about 60 minutes to read and run, 75 for the
+# exercises (50 for the core ones). Section 4 ends with a break.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $p$ | `p` | number of ranks (replicas) |
 # | $n$ | `num_bytes` | bytes of all gradients |
 # | $b_r$ | `num_items` | items in the batch of rank $r$ |
-# | $w$ | | number of workers: ranks that compute for a parameter server |
+# | $w$ | | number of workers: ranks that compute gradients for a parameter server |
 # | $t_r$ | `step_s` | seconds that rank $r$ takes for a step |
 # | $s$ | `staleness` | updates made between a worker's pull and its push |
 # | $H$ | `every` | local steps between two all-reduces |
@@ -49,18 +49,17 @@ pools = {p: Ranks(p) for p in (1, 2, 3)} | {4: ranks}
 # %% [markdown]
 # ## 1 One process, many threads
 #
-# One Python process can use several GPUs. PyTorch's old `DataParallel` works this way: in each
-# step, a *master* copies its weights to every replica, splits the batch, and starts one thread per
-# part. The alternative is one *process* per replica. Does the choice matter for speed?
+# We want several copies of a model, *replicas*, that compute at the same time. One Python process
+# can use several GPUs, and PyTorch's old `DataParallel` works this way: in each step, a *master*
+# copies its weights to every replica, splits the batch, and starts one thread per part. The
+# alternative is one *process* per replica. Does the choice matter for speed?
 #
-# Two replicas run a loop in pure Python at the same time. How long does this take, as a multiple of
-# one replica alone, in two threads and in two processes?
+# Start the same loop, in pure Python, in two threads, on a machine with at least two cores. How
+# long do both loops take, as a multiple of the time of one loop alone?
 
 # %% tags=["predict"]
-guess_threads = predict("two pieces of Python work in two threads, as a multiple of one")
+guess_threads = predict("two loops in two threads, as a multiple of one loop")
 ### GUESS guess_threads.commit(1.2)
-guess_processes = predict("the same in two processes")
-### GUESS guess_processes.commit(1)
 
 # %% tags=["check"]
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +86,7 @@ works["matrices"] = lambda: torch.ones(800, 800) @ torch.ones(800, 800)
 times = lab.at_once(works, pools)
 two = {name: min(ratios[1]) for name, ratios in times.items()}  # p = 2, least disturbed
 reveal(guess_threads, two["Python, threads"])
-reveal(guess_processes, two["Python, processes"])
+print(f"in two processes: {two['Python, processes']:.2f} times the time of one loop")
 claim("threads run Python one after the other", two["Python, threads"] > 1.5)
 claim("threads run matrix products at once", two["matrices, threads"] < 1.7 or lab.num_cores() < 2)
 claim("processes run Python at once", two["Python, processes"] < 1.5 or lab.num_cores() < 2)
@@ -95,13 +94,14 @@ show(*pictures.at_once(times, list(pools), lab.num_cores()))
 
 # %% [markdown]
 # The gradient is right, because a copy by `clone` is a differentiable operation: in the backward
-# pass, autograd sums the gradients of all copies in the master's weight. So correctness is not the
-# problem. Speed is, for two reasons:
+# pass, autograd sums the gradients of all copies in the master's weight. So threads compute
+# correctly, but they are slow, for two reasons:
 #
-# - **One interpreter.** Standard CPython executes Python in one thread at a time (builds without
-#   this lock exist since 3.13). Matrix products *do* run at the same time in threads, because
-#   PyTorch releases the interpreter's lock while it computes. But Python code launches every
-#   kernel, and a GPU idles if the interpreter launches kernels too slowly.
+# - **One interpreter.** A lock makes standard CPython execute Python in one thread at a time (since
+#   3.13, there are also builds without this lock). Matrix products *do* run at the same time in
+#   threads, because PyTorch releases the lock while it computes. But each kernel on a GPU is
+#   launched by Python code. If one interpreter has to launch the kernels of all GPUs, the GPUs may
+#   wait for it.
 # - **One master.** In every step, the weights are copied to all replicas, and the outputs are
 #   gathered on the master.
 #
@@ -117,11 +117,8 @@ show(*pictures.at_once(times, list(pools), lab.num_cores()))
 #
 # Four ranks train a model with one weight, and at first only rank 0 has its initial value, 0.1.
 # Each rank computes a gradient from its own data: 0.8, -0.2, -0.7 and 0.4. All ranks compute the
-# mean of these gradients, and take a step with a learning rate of 1. What is the weight afterwards?
-
-# %% tags=["predict"]
-guess_weight = predict("the weight on every rank")
-### GUESS guess_weight.commit(-0.2)
+# mean of these gradients, which is 0.075, and take a step with a learning rate of 1. So on all
+# ranks, the weight should become $0.1-0.075=0.025$. Read the five steps in the code.
 
 
 # %%
@@ -137,13 +134,13 @@ def five_steps(rank):
 
 weights = ranks.run(five_steps)
 print("weights on the four ranks:", *(f"{weight:.3f}" for weight in weights))
-reveal(guess_weight, round(weights[0], 6))
 
 # %% [markdown]
 # After the broadcast, no rank sends weights any more. They stay equal, because an optimizer step is
 # a function of weights, gradient and optimizer state. If all three are equal on all ranks, so are
-# the new weights. Why the mean, not the sum? The loss is a mean over items, and the mean of the
-# gradients of $p$ equal parts is the gradient of the mean loss of the whole batch.
+# the new weights. Why do the ranks take the mean of the gradients, and not their sum? The loss of a
+# batch is the mean of the losses of its items. If the batch is divided into $p$ equal parts, this
+# is also the mean of the losses of the parts, and so its gradient is the mean of their gradients.
 #
 # ### Exercise 1 (core): an equal start
 # *Difficulty 1 of 5, importance 4 of 5, about 10 minutes and 3 lines.*
@@ -205,14 +202,14 @@ check("data_parallel-2", average_gradients)
 #
 # ## 3 The law: the results of one process
 #
-# How do you know that these steps are right? The loss alone will not tell you. But there is a law
-# that you can test: after any step, $p$ ranks have the weights that one process has after training
-# on the whole batch, up to rounding.
+# How do you know that your five steps are right, in a model with more than one weight? The loss
+# alone does not tell you. But there is a law that you can test: after any number of steps, $p$
+# ranks have the weights of *one* process that trains on the whole batches, up to rounding.
 #
 # We test it with a GPT, three steps, and batches of 8 sequences, split into $p$ equal parts. Every
 # rank draws its initial weights from a seed of its own, so the broadcast is tested, too. `NaiveDDP`
-# makes the five steps on 4 ranks and on 1; PyTorch's DDP runs on 4. (A `fingerprint` is a short
-# number computed from all weights.)
+# makes the five steps, on 4 ranks and on 1. PyTorch's DDP runs on 4 ranks. (A `fingerprint` is a
+# short number computed from all weights.)
 
 # %%
 tiny = ModelSpec(hidden=32, num_layers=1, num_heads=2, ffn_hidden=64, vocab=32, max_seq=16)
@@ -248,12 +245,14 @@ for wrap in (NaiveDDP, nn.parallel.DistributedDataParallel):
 # Both implementations obey the law. PyTorch sends the same bytes in fewer messages, because it puts
 # several gradients into one *bucket* (lesson 06).
 #
-# The law has limits. It holds if the loss of a batch is the mean of the losses of its items,
-# computed independently. Batch norm violates this: each rank computes statistics of its own part
-# only. Dropout violates it, too, because each rank draws masks of its own.
+# The law has limits. It holds if the loss of a batch is the mean of the losses of its items, and
+# each item's loss depends on this item only. Batch norm violates this: it computes statistics over
+# a batch, and here each rank sees only its own part. With dropout, the law fails, too, because each
+# rank draws masks of its own.
 #
 # **Break it.** Suppose that somebody forgets the broadcast. Every rank keeps its own initial
-# weights, but the gradients are averaged in each step. Does the loss still fall?
+# weights, but the gradients are averaged in each step. So each model steps along gradients that
+# mostly belong to other models. Does the loss still fall?
 
 # %% tags=["predict"]
 guess_falls = predict("does the loss fall without the broadcast?", choices=YES_NO)
@@ -277,26 +276,22 @@ reveal(guess_falls, "yes" if by_rank[0][-1][0] < by_rank[0][0][0] else "no")
 
 # %% [markdown]
 # The table shows loss and fingerprint of each rank. The fingerprints differ: these are four
-# different models, and each steps with the mean of the gradients of all four. Nevertheless, all
-# losses have fallen by step 40. One likely reason is that a quarter of the mean gradient is the
-# model's own gradient.
+# different models. Nevertheless, all four losses have fallen by step 40. One likely reason is that
+# a quarter of the mean gradient is the model's own gradient.
 #
 # **To test replicas, compare their fingerprints. A falling loss does not show that they are
 # equal.**
 #
 # ## 4 Every rank reads something else
 #
-# Equal replicas are of little use if they all compute on the same items. So the data have to be
-# divided. Four ranks read ten items, one item per rank and step. But 10 is not divisible by 4. If
-# some ranks made fewer steps than the others, the others would wait in an all-reduce that never
-# completes. So every rank needs equally many items. If no item is left out, how many are read twice
-# in an epoch?
-
-# %% tags=["predict"]
-guess_twice = predict("items read twice, 10 items on 4 ranks")
-### GUESS guess_twice.commit(0)
-
-# %% [markdown]
+# Equal replicas are of little use if they all compute on the same items. So each rank needs its own
+# part of the data. How do the ranks agree on who reads what, without messages?
+#
+# One difficulty is a remainder. Four ranks read ten items, one item per rank and step. If two ranks
+# read three items and the others two, the first two would call an all-reduce for the third item,
+# and wait forever for the others. So every rank needs equally many items. With three each, the
+# ranks read twelve items. Two items are therefore read twice in this epoch.
+#
 # ### Exercise 3 (core): the sampler
 # *Difficulty 2 of 5, importance 4 of 5, about 15 minutes and 3 lines.*
 #
@@ -330,7 +325,7 @@ from torch.utils.data import DistributedSampler
 
 from course_lib.data_parallel import RankSampler
 
-reveal(guess_twice, 4 * len(RankSampler(10, 0, 4)) - 10)
+print("items read twice, 10 items on 4 ranks:", 4 * len(RankSampler(10, 0, 4)) - 10)
 for rank in range(4):
     both = RankSampler(10, rank, 4), DistributedSampler(range(10), 4, rank)
     for sampler in both:
@@ -342,8 +337,8 @@ print("rank 0 without set_epoch: epochs", *(list(forgotten) for epoch in range(3
 
 # %% [markdown]
 # The last line shows a common mistake. A sampler does not know when an epoch begins, unless the
-# training loop calls `set_epoch`. Without this call, each epoch repeats the order of the first, and
-# each rank reads the same items in every epoch. There is no error.
+# training loop calls `set_epoch`. Without this call, each epoch repeats the order of the first one,
+# so each rank reads the same items in every epoch. There is no error.
 #
 # **Use one order for all ranks, a new one in each epoch, and equally many steps on every rank.**
 #
@@ -351,25 +346,22 @@ print("rank 0 without set_epoch: epochs", *(list(forgotten) for epoch in range(3
 #
 # ## 5 The last batch is uneven
 #
-# The sampler repeats items to make all batches equal. For an evaluation, or with sequences of
-# different lengths, we may not want this: each item should count exactly once. Then some batches
-# are smaller.
+# The sampler repeats items to make all batches equal. In an evaluation, we may not want this: each
+# item should count exactly once. Then some batches are smaller. If we average tokens, batches are
+# unequal even with the sampler, because sequences differ in length. Is the mean over ranks still
+# the mean over all items?
 #
-# Four ranks have batches of 3, 3, 3 and 1 items. Each rank computes the mean loss of its own items,
-# and we take the mean over ranks. What weight does the last rank's item get, as a multiple of the
-# others'?
-
-# %% tags=["predict"]
-guess_counts = predict("weight of the single item, as a multiple of the others'")
-### GUESS guess_counts.commit(2)
-
-# %% [markdown]
-# In a rank's mean, each of its $b_r$ items has the weight $\frac{1}{b_r}$. The mean over ranks
-# multiplies this by $\frac1p$, so an item of rank $r$ has the weight $\frac{1}{p\,b_r}$: the
-# smaller the batch, the larger the weight. In the mean over all items, each should have the weight
-# $\frac{1}{\sum_k b_k}$. The ratio of the right weight to the wrong one is
+# Lesson 02 had the same problem on one process, with parts of unequal size. Now four ranks have
+# batches of 3, 3, 3 and 1 items. Each rank computes the mean loss of its own items, and we take the
+# mean over ranks. An item of the first rank has the weight $\frac14\cdot\frac13$, but the single
+# item of the last rank has the weight $\frac14\cdot1$, which is three times as much.
+#
+# In general, each of the $b_r$ items of rank $r$ has the weight $\frac{1}{b_r}$ in the rank's mean,
+# and the mean over ranks multiplies this by $\frac1p$. So its weight is $\frac{1}{p\,b_r}$: the
+# smaller the batch, the larger the weight. In the mean over all items, each item should have the
+# weight $\frac{1}{\sum_k b_k}$. The right weight divided by the wrong one is
 # $\frac{p\,b_r}{\sum_k b_k}$. If each rank multiplies its loss by this factor before `backward`,
-# its gradients are scaled by the same factor, and the mean over ranks is right.
+# its gradients are multiplied by it, too, and their mean over ranks is right.
 #
 # ### Exercise 4 (core): the weight
 # *Difficulty 3 of 5, importance 4 of 5, about 15 minutes and 4 lines.*
@@ -416,7 +408,6 @@ def mean_of_items(rank, weighs):
 
 right, wrong = (ranks.run(mean_of_items, weighs)[0] for weighs in (True, False))
 print(f"of 1 ... 9 and 1000: weighted mean {right:g}, mean of the ranks' means {wrong:g}")
-reveal(guess_counts, (1 / 1) / (1 / 3))
 
 # %% [markdown]
 # **Weight each rank by its number of items. The mean of means is right only if these numbers are
@@ -426,9 +417,10 @@ reveal(guess_counts, (1 / 1) / (1 / 3))
 #
 # Now the results are right. What about the time? An all-reduce completes only when every rank has
 # called it, so all ranks wait for the slowest one in every step. Training of this kind is called
-# *bulk-synchronous parallel* (BSP; Valiant 1990). Three workers take 20 ms each for a step. Then
-# one of them becomes a *straggler*, 8 times as slow. How long does a round (one step of each
-# worker) take?
+# *bulk-synchronous parallel* (BSP; Valiant 1990). Suppose that three workers take 20 ms each for a
+# step. Then one of them becomes a *straggler*, 8 times as slow, and a round (one step of each
+# worker) takes $8\cdot20=160$ ms. The two fast workers wait for 140 ms of it. Can training go on
+# without this wait?
 #
 # In **asynchronous** training, no worker waits for another. Rank 0 is a **parameter server** (Li et
 # al. 2014) and holds the weights. Each of the $w$ other ranks is a worker that repeats three
@@ -443,8 +435,6 @@ reveal(guess_counts, (1 / 1) / (1 / 3))
 # **staleness** $s$. If 3 workers are equally fast, what is the mean staleness?
 
 # %% tags=["predict"]
-guess_round = predict("a round of three workers, one of them 8 times as slow", unit="ms")
-### GUESS guess_round.commit(60)
 guess_stale = predict("mean staleness with 3 equal workers")
 ### GUESS guess_stale.commit(1)
 
@@ -506,9 +496,10 @@ check("data_parallel-5", staleness_of)
 #   which takes $t_r$ seconds, worker $k$ makes $t_r/t_k$ updates. The sum over the others,
 #   $\sum_{k \ne r} t_r / t_k$, is the mean staleness of worker $r$.
 #
-# The pictures compare these formulas with a simulation, which computes the order of the updates,
-# and with the real server, which counts them. Formula and simulation use one measured number, $t$
-# without stragglers. (The straggler *sleeps* longer, but computes as fast as the others.)
+# Two pictures compare these formulas with a simulation, which computes the order of the updates,
+# and with the real server, which counts them. Formula and simulation need one measured number: the
+# time of a step without a straggler. (The straggler *sleeps* longer, but computes as fast as the
+# others.)
 
 # %% tags=["picture", "measured"]
 slowdowns = [1, 2, 4, 8]
@@ -516,7 +507,7 @@ rounds = [ranks.run(serve, "synchronous", 5, slowdown=k)[0] for k in slowdowns]
 frees = [ranks.run(serve, "asynchronous", 60, slowdown=k)[0] for k in slowdowns]
 free_s = [updates[-1].time_s / 60 * 3 for updates in frees]  # three gradients
 bsp_s = [[b.time_s - a.time_s for a, b in pairwise(updates)] for updates in rounds]
-reveal(guess_round, median(bsp_s[-1]) * 1e3)
+print(f"a round with a straggler that sleeps 8 times as long: {median(bsp_s[-1]) * 1e3:.0f} ms")
 slower = median(bsp_s[-1]) / median(bsp_s[0]), free_s[-1] / free_s[0]
 claim("a straggler slows rounds more than asynchronous updates", slower[0] > 2 * slower[1])
 show(*pictures.pace(slowdowns, free_s[0], bsp_s, free_s))
@@ -526,21 +517,19 @@ reveal(guess_stale, mean(u.staleness for u in frees[0]))
 show(*pictures.staleness(slowdowns, free_s[0], frees))
 
 # %% [markdown]
-# The straggler's gradients are very stale, and the others' are fresher than before. Over *all*
-# updates, the mean staleness is $w - 1$, whatever the speeds. The reason is a count. At each
-# update, each of the $w - 1$ other workers is computing one gradient, and the update makes each of
-# these older by one. So each update adds $w-1$ to the sum of all stalenesses. (A run that ends has
-# a lower mean, because unfinished gradients are not counted.)
+# With a straggler, its own gradients are very stale, and those of the others are fresher than
+# before. Over *all* updates, however, the mean staleness is $w - 1$, whatever the speeds. To see
+# this, count. At each update, each of the $w - 1$ other workers is computing one gradient, and the
+# update makes each of these gradients older by one. So each update adds $w-1$ to the sum of all
+# stalenesses. (A run that ends has a lower mean, because unfinished gradients are not counted.)
 #
 # Does staleness hurt? We train the GPT of section 3. Each worker has its own data, rank 3 is a
 # straggler, and both runs have learning rate 0.3. A BSP update uses the mean of three fresh
-# gradients. An asynchronous update uses one gradient, mostly a stale one. Which run has the lower
-# loss after 40 updates, and which after two seconds?
+# gradients. An asynchronous update uses one gradient, mostly a stale one, so we expect it to be
+# worth less. But there are more of them per second. Which run has the lower loss after two seconds?
 
 # %% tags=["predict"]
 sides = ("BSP", "asynchronous")
-guess_updates = predict("the lower loss after 40 updates", choices=sides)
-### GUESS guess_updates.commit("BSP")
 guess_seconds = predict("the lower loss after 2 seconds", choices=sides)
 ### GUESS guess_seconds.commit("BSP")
 
@@ -549,7 +538,6 @@ learn = {"slowdown": 8, "step_s": 0.01, "build": lambda: GPT(tiny)}
 bsp = ranks.run(serve, "synchronous", 40, **learn)[0]
 free = ranks.run(serve, "asynchronous", 400, **learn)[0]  # more than 2 s
 last = smoothed(bsp)[-1], smoothed(free)[39]
-reveal(guess_updates, sides[last[0] > last[1]])
 claim("per update, BSP learns more", last[0] < last[1])
 show(*pictures.losses_by_update(bsp, free))
 
@@ -561,16 +549,17 @@ claim("with this straggler, asynchronous training learns more per second", last[
 show(*pictures.losses_by_time(bsp, free, times_s))
 
 # %% [markdown]
-# Both answers belong together: an asynchronous update is worth less, but here there are many more
-# of them per second. This is a small model, with one straggler that sleeps 8 times as long. On
-# equally fast machines, BSP loses little time, has no stale gradients, and its updates do not
-# depend on the ranks' speeds. Llama 3 was trained synchronously, on up to 16,384 GPUs (Grattafiori
-# et al. 2024, section 3.3).
+# After equally many updates, BSP has the lower loss. After equally many seconds, asynchronous
+# training has, because it made many more updates. But this is a small model, with one straggler
+# that sleeps 8 times as long. On equally fast machines, BSP loses little time, has no stale
+# gradients, and its updates do not depend on the ranks' speeds. Llama 3 was trained synchronously,
+# on up to 16,384 GPUs (Grattafiori et al. 2024, section 3.3).
 #
 # A server has another cost: all gradients enter through *its* link, and all weights leave through
-# it. In each step, the server sends its weights to each of the $p-1$ workers: $(p-1)\,n$ bytes,
-# since weights and gradients have equally many. A rank of a ring all-reduce sends $2\frac{p-1}{p}n$
-# bytes (lesson 04), which is less than $2n$ for any $p$. The next cell counts the bytes of both.
+# it. In each step, the server sends the weights to each of the $p-1$ workers. Weights have as many
+# bytes as gradients, so these are $(p-1)\,n$ bytes. A rank of a ring all-reduce sends
+# $2\frac{p-1}{p}n$ bytes (lesson 04), which is less than $2n$ for any $p$. The next cell counts the
+# bytes of both.
 
 # %% tags=["picture"]
 from course_lib.collectives import ring_all_reduce
@@ -590,12 +579,14 @@ show(*pictures.busiest_link(p_values, ring, server))
 # A real parameter server divides the weights among several server ranks, so that they share this
 # load (Li et al. 2014).
 #
-# **BSP waits for the slowest rank. Asynchronous training does not, but its gradients are stale.**
+# **BSP waits for the slowest rank. Asynchronous training does not, but with more than one worker,
+# its gradients are stale.**
 #
 # ## 7 On real GPUs
 #
-# Now suppose that training is synchronous and all GPUs are equally fast. Then there is no
-# straggler, but the all-reduce itself takes time. How much does it cost on hundreds of GPUs?
+# In section 6, a synchronous step was slow because of one slow rank. Now suppose that all GPUs are
+# equally fast. Then nobody waits for a straggler, but the all-reduce itself takes time. How much
+# does it cost on hundreds of GPUs?
 #
 # Tazi et al. (2025, *The Ultra-Scale Playbook*) trained a model of 1.3 billion parameters by data
 # parallelism on 8 to 256 H100. On 256 GPUs, how many tokens/s does one GPU process, in percent of
@@ -614,8 +605,9 @@ show(*pictures.scaling_on_gpus())
 # All runs have the same global batch of 256 sequences per step: 32 per GPU on 8 GPUs, one per GPU
 # on 256. So with more GPUs, each computes less per step. But the gradients are as large as before,
 # so the all-reduce does not get shorter in the same way. Worse, it now crosses the network between
-# nodes. Its bandwidth falls much further than the tokens/s per GPU, because the all-reduce is only
-# a part of a step and can overlap with backward. (With micro-batches of one, as in the other runs,
+# nodes. The bandwidth of the all-reduce falls even further than the tokens/s per GPU. The tokens/s
+# fall less, because the all-reduce is only a part of a step and can overlap with backward. (The
+# runs on 8 and 128 GPUs have micro-batches of two. With micro-batches of one, as in the other runs,
 # 8 GPUs are 2 % slower, and 128 GPUs 7 %.)
 #
 # **With overlap (lesson 06), data parallelism scales well as long as backward takes longer than the
@@ -623,24 +615,25 @@ show(*pictures.scaling_on_gpus())
 #
 # ## 8 Communicate every H steps
 #
-# What if the network is so slow that even an overlapped all-reduce takes too long, for example
-# between data centers? Then one can communicate less often.
+# What if the network is so slow that the all-reduce takes longer than backward, for example between
+# data centers? Then one can communicate less often. What does this do to the training?
 #
 # In *local SGD* (Stich 2019), every rank steps alone, and after every $H$ steps all ranks take the
 # mean of their *weights* (`LocalSGD.step_done()`, after `optimizer.step()` in `train`). With
 # $H = 1$ and plain SGD, this is data parallelism. To see this, let $g_r$ be rank $r$'s gradient and
-# $\gamma$ the learning rate. All ranks start from the same $\theta$, and the mean of the stepped
-# weights is $\frac1p\sum_r(\theta-\gamma g_r)=\theta-\gamma\,\frac1p\sum_r g_r$: one step with the
-# mean gradient. With a larger $H$, local SGD sends $\frac1H$ of the bytes, but between two means
-# the replicas drift apart.
+# $\gamma$ the learning rate. All ranks start from the same $\theta$, and the mean of their weights
+# after the step is $\frac1p\sum_r(\theta-\gamma g_r)=\theta-\gamma\,\frac1p\sum_r g_r$: one step
+# with the mean gradient. With a larger $H$, local SGD sends $\frac1H$ of the bytes, but between two
+# means the replicas drift apart.
 #
 # *DiLoCo* (Douillard et al. 2023, algorithm 1) adds a second optimizer, but sends no more bytes. It
 # regards a whole round of $H$ inner steps as if it were one step:
 #
-# 1. All ranks begin the round with common weights $\theta$. After $H$ steps with its inner
+# 1. All ranks begin the round with the same weights $\theta$. After $H$ steps with its inner
 #    optimizer, rank $r$ has arrived at $\theta_r$.
-# 2. An optimizer subtracts its gradient, so a step *back* from $\theta_r$ to $\theta$ plays the
-#    role of a gradient. The mean over the ranks is the **outer gradient**
+# 2. A second optimizer needs a gradient. An optimizer moves *against* the gradient, so to move from
+#    $\theta$ towards $\theta_r$, the gradient has to point from $\theta_r$ back to $\theta$: it is
+#    $\theta-\theta_r$. The mean over the ranks is the **outer gradient**
 #    $\Delta = \theta - \frac1p \sum_r \theta_r$.
 # 3. The **outer optimizer** steps from $\theta$ with this gradient. It is SGD with learning rate
 #    $\eta$ and Nesterov momentum $\mu$: $v \leftarrow \mu v + \Delta$, then
@@ -648,14 +641,9 @@ show(*pictures.scaling_on_gpus())
 #
 # With $\mu = 0$ and $\eta = 1$, the new $\theta$ is $\theta-\Delta=\frac1p\sum_r\theta_r$: local
 # SGD. With $\mu > 0$, the momentum adds up the directions of earlier rounds, so directions that
-# repeat are followed further. The paper's inner optimizer is AdamW, and $H = 500$. Which method
-# reaches the lower loss in our test?
-
-# %% tags=["predict"]
-guess_loss = predict("the lowest loss after 64 steps, H = 16", choices=("local SGD", "DiLoCo"))
-### GUESS guess_loss.commit("local SGD")
-
-# %% [markdown]
+# repeat are followed further. The paper's inner optimizer is AdamW, and $H = 500$. After the
+# exercise, we compare both methods for $H=1$, 4 and 16.
+#
 # ### Exercise 6 (further): the outer step
 # *Difficulty 3 of 5, importance 3 of 5, about 15 minutes and 7 lines.*
 #
@@ -704,22 +692,22 @@ def last_loss(method, every):
 periods = [1, 4, 16]
 losses = {"local SGD": [last_loss(LocalSGD, every) for every in periods]}
 losses["DiLoCo"] = [last_loss(DiLoCo, every) for every in periods]
-reveal(guess_loss, min(losses, key=lambda name: losses[name][-1]))
 claim("at H = 16, DiLoCo reaches a lower loss", losses["DiLoCo"][-1] < losses["local SGD"][-1])
 show(*pictures.local_sgd(periods, losses))
 
 # %% [markdown]
 # Here local SGD's loss grows with $H$, because the replicas drift further apart between two means.
-# DiLoCo at $H = 16$ comes close to data parallelism (local SGD at $H = 1$).
+# DiLoCo at $H = 16$ comes close to data parallelism (local SGD at $H = 1$), and sends only
+# $\frac1{16}$ of its bytes.
 #
-# Two reasons for caution: our inner optimizer is plain SGD, so part of the gain may be momentum
-# itself. Kallusky et al. (2025) find gains even with a single worker, where nothing drifts apart.
-# And 64 steps of a tiny model show nothing about a large one. Douillard et al. report for the data
-# set C4 that 8 workers do as well as synchronous training and communicate 500 times less
-# (abstract).
+# There are two reasons for caution. First, our inner optimizer is plain SGD, so DiLoCo may gain
+# simply because it has momentum: Kallusky et al. (2025) find gains even with a single worker, where
+# no replicas can drift apart. Second, 64 steps of a tiny model show nothing about a large one. For
+# larger models, Douillard et al. (abstract) report that 8 workers on the data set C4 do as well as
+# synchronous training and communicate 500 times less.
 #
-# **If ranks all-reduce only every $H$ steps, they send $\frac1H$ of the bytes, but the training
-# changes.**
+# **If ranks all-reduce only every $H$ steps, they send $\frac1H$ of the bytes, but the training is
+# no longer that of one process.**
 #
 # ## What to keep
 #

@@ -341,10 +341,10 @@ def test_no_notebook_is_one_sentence(home):
 
 def test_the_commands_compose_release_and_show(tmp_path, monkeypatch, course):
     monkeypatch.chdir(tmp_path)
-    words = ["--from", "01:memory-2", "06:ddp-1,ddp-3", "--points", "ddp-1=5,ddp-3=2.5"]
+    words = ["--from", "01:memory-1", "06:ddp-1,ddp-3", "--points", "ddp-1=5,ddp-3=2.5"]
     course("assignment", "new", "hw2", *words, "--due", "2026-12-01T18:00+01:00", "--title", "Two")
     made = read_assignment(Path("assignments/hw2"))
-    assert made.items == (("memory-2", 1.0), ("ddp-1", 5.0), ("ddp-3", 2.5))
+    assert made.items == (("memory-1", 1.0), ("ddp-1", 5.0), ("ddp-3", 2.5))
     assert Lesson("hw2", Path("assignments/hw2")).solved.exists()
     assert "hw2.zip" in course("assignment", "release", "hw2", "--out", "out")
     assert Path("out/hw2.zip").is_file()
@@ -353,8 +353,8 @@ def test_the_commands_compose_release_and_show(tmp_path, monkeypatch, course):
     assert "2.5" in shown
     assert "2026-12-01 18:00:00+01:00" in shown
     assert "There are: hw2" in course("assignment", "show", "hw3", fails=True)
-    assert "need one of memory-2" in course(
-        *("assignment", "new", "hw4", "--from", "01:memory-2", "--points", "x=1"), fails=True
+    assert "need one of memory-1" in course(
+        *("assignment", "new", "hw4", "--from", "01:memory-1", "--points", "x=1"), fails=True
     )
     begun = course("assignment", "new", "hw5", "--own")
     assert "Fill in" in begun

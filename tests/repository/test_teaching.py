@@ -278,7 +278,7 @@ def test_the_papers_are_those_of_the_exam():
 
 
 def test_what_students_get_has_no_exam(tmp_path):
-    new = "course assignment new hw1 --from 01_memory:memory-2"
+    new = "course assignment new hw1 --from 01_memory:memory-1"
     run(f"{new} --folder {tmp_path}", ROOT)
     run(f"course assignment release {tmp_path / 'hw1'}", ROOT)
     with zipfile.ZipFile(tmp_path / "hw1/release/hw1.zip") as made:
