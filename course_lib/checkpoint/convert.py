@@ -140,7 +140,7 @@ def _llama(spec: ModelSpec) -> dict[str, Any]:
         **{"vocab_size": spec.padded_vocab, "max_position_embeddings": spec.max_seq},
         **{"hidden_size": spec.hidden, "intermediate_size": spec.ffn_hidden},
         **{"num_hidden_layers": spec.num_layers, "num_attention_heads": spec.num_heads},
-        **{"num_key_value_heads": spec.kv_heads, "head_dim": spec.head_size},
+        **{"num_key_value_heads": spec.kv_heads, "head_dim": spec.head_dim},
         **{"hidden_act": HUB_ACTIVATIONS[spec.mlp_activation], "rms_norm_eps": spec.norm_eps},
         **{"rope_theta": spec.rope.theta, "rope_scaling": dict(spec.rope.scaling) or None},
         **{"attention_bias": spec.has_bias("out"), "mlp_bias": spec.has_bias("mlp")},

@@ -31,8 +31,10 @@ class Renamed:
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return their tensor from ours, which are in the order of `sources`."""
+        if len(tensors) == 1:
+            return tensors[0].T if self.transposed else tensors[0]
         parts = [one.unflatten(0, (self.pieces, -1)) for one in tensors]
-        whole = torch.cat(parts, dim=1).flatten(0, 1) if len(parts) > 1 else tensors[0]
+        whole = torch.cat(parts, dim=1).flatten(0, 1)
         return whole.T if self.transposed else whole
 
     def split(self, tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:

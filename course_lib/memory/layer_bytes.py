@@ -191,6 +191,8 @@ class Pass:
         names = ["input of GELU", "output of GELU"]
         if self.spec.gated:
             names = ["gate", "silu of gate", "up", "their product"]
+        if self.spec.mlp_activation == "relu":  # its backward needs only its output
+            names = names[1:]
         size = tokens * ffn_hidden * self._b
         return _rows(part, *((before + name, size, ranks) for name in names))
 

@@ -161,8 +161,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self._heads(linear(x)) for linear in (self.q, self.k, self.v))
-        q, k = self.turn(self.q_norm(q)), self.turn(self.k_norm(k))
-        mixed = self.attend(q, k, v)  # [batch, heads, seq, head_dim]
+        q, k = self.q_norm(q), self.k_norm(k)  # [batch, seq, heads, head_dim]
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        mixed = self.attend(self.turn(q), self.turn(k), v)  # [batch, heads, seq, head_dim]
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ class Attention(nn.Module):
         return never.triu(1) if self.window is None else never.triu(1) + never.tril(-self.window)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.spec.head_size)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.spec.head_size))
 
 
 class MLP(nn.Module):
@@ -246,8 +247,8 @@ class Dropout(nn.Module):
 class Rotary(nn.Module):
     """Rotary positions: rotate pair (i, i + size / 2) of a head by position * theta**(-2i/size).
 
-    size is the share of head_dim that turns; the numbers behind it stay. Angles keep their own
-    precision; the result is rounded once, to that of x.
+    size is the share of head_dim that turns; the numbers behind it keep their place: cos is 1 and
+    sin 0. Angles keep their own precision; the result is rounded once, to that of x.
 
     Shapes:  [batch, heads, seq, head_dim] -> the same
     Raises:  ShapeError for an odd size
@@ -266,17 +267,18 @@ class Rotary(nn.Module):
         speed = spec.rope.theta ** -(torch.arange(0, size, 2) / size)
         if spec.rope.scaling:
             speed = slowed(speed, *llama3_scaling(spec))
-        angle = torch.outer(torch.arange(spec.max_seq), speed).repeat(1, 2)  # [max_seq, size]
+        angle = torch.outer(torch.arange(spec.max_seq), speed)  # [max_seq, size / 2]
+        still = torch.zeros(spec.max_seq, spec.head_size - size)
+        angle = torch.cat([angle, angle, still], dim=1)  # [max_seq, head_dim]
+        self.halves = [size // 2, size // 2, spec.head_size - size]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        seq, size = x.shape[-2], self.cos.shape[-1]
-        x, rest = x[..., :size], x[..., size:]
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
-        turned = (x * self.cos[:seq] + turned * self.sin[:seq]).to(x.dtype)
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+        seq = x.shape[-2]
+        first, second, rest = x.split(self.halves, dim=-1)
+        turned = torch.cat([-second, first, rest], dim=-1)
+        return (x * self.cos[:seq] + turned * self.sin[:seq]).to(x.dtype)
 
 
 def slowed(speed: Tensor, factor: float, high: float, low: float, length: float) -> Tensor:
