@@ -61,13 +61,19 @@ def check_split(config: Any) -> None:
 
 def _check_tensors(config: Any) -> None:
     model, tp = config.model, config.tp
-    for what in ("num_heads", "kv_heads"):
-        heads = getattr(model, what)
-        if heads % tp:
-            fits = max(n for n in range(1, tp) if model.num_heads % n == model.kv_heads % n == 0)
+    possible = {
+        "num_heads of model {} divisible by tp": lambda n: model.num_heads % n == 0,
+        "kv_heads of model {} as a multiple or a divisor of tp": lambda n: (
+            model.kv_heads % n == 0 or n % model.kv_heads == 0
+        ),
+    }
+    for need, fits in possible.items():
+        if not fits(tp):
+            heads = model.num_heads if need.startswith("num") else model.kv_heads
+            most = max(n for n in range(1, tp) if all(one(n) for one in possible.values()))
             raise MeshError(
-                f"--mesh: need {what} of model {model.name} divisible by tp, as a head stays "
-                f"whole; got {heads} and {tp}. Try tp={fits}."
+                f"--mesh: need {need.format(model.name)}, as a head stays whole; got {heads} and "
+                f"{tp}. Try tp={most}."
             )
     if not config.sequence_parallel:
         return
