@@ -8,6 +8,7 @@ import re
 import sys
 from typing import Any
 
+from course_lib.core.built import check_built
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 
 COMPUTE_DTYPES = ("bfloat16",)
@@ -49,7 +50,11 @@ def check_profiled_steps(config: Any, first: int) -> None:
 
 
 def check_split(config: Any) -> None:
-    """Check that the model can be split that way. Raises: MeshError or ShapeError"""
+    """Check that the model can be built, and split that way.
+
+    Raises: CourseError, MeshError or ShapeError
+    """
+    check_built(config.model, "--model")
     _check_tensors(config)
     _check_stages(config)
     if config.strategy == "torch-ddp" and config.pp > 1:
