@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should not wa
 
 EPILOG = (
     "A row of --table is a plan. The columns id, layers, hidden and heads are required; kv_heads, "
-    "ffn, gated, vocab, seq, tied, gpu, nodes, gpus_per_node, dp, tp, pp, cp, chunks, "
-    "micro_batch, num_micro_batches, zero, sequence_parallel, recompute, flash, precision, "
+    "head_dim, ffn, gated, vocab, seq, tied, experts, active, expert_ffn, shared_ffn, dense_layers, "
+    "gpu, nodes, gpus_per_node, dp, tp, pp, cp, ep, expert_tp, chunks, micro_batch, num_micro_batches, zero, sequence_parallel, recompute, flash, precision, "
     "cluster and schedule have defaults where they are empty. t_f_ms, t_b_ms, t_w_ms and "
     "t_comm_ms are measured times of a micro-batch, which replace predicted ones. With pp above "
     "1, the seconds of a plan differ from those in the ranked list, mostly by less than 1 %: a "
@@ -40,8 +40,8 @@ ModelName = Annotated[
     str,
     typer.Option(
         "--model",
-        help="A preset such as llama-70b, or the path of a Hugging Face config.json (GPT-2 or "
-        "Llama). --model list prints the presets.",
+        help="A preset such as llama-70b, or the path of a Hugging Face config.json of "
+        "a decoder. --model list prints the presets.",
     ),
 ]
 ClusterName = Annotated[
@@ -270,7 +270,8 @@ def _print_bill(step: "PredictedStep") -> None:
 def _facts(step: "PredictedStep") -> dict[str, Any]:
     plan, axes = step.plan, step.plan.parallelism
     return {
-        **{name: getattr(axes, name) for name in ("dp", "tp", "pp", "cp", "zero")},
+        **{name: getattr(axes, name) for name in ("dp", "tp", "pp", "cp", "ep", "zero")},
+        "expert_tp": axes.expert_tensor,
         "sequence_parallel": axes.sequence_parallel,
         "schedule": plan.schedule,
         "chunks": plan.num_model_chunks,

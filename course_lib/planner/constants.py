@@ -51,6 +51,14 @@ BYTES_PER_LOGIT = 42
 # and dropout. Fitted on Korthikanti Table 5 and SC21 Table 1.
 BYTES_PER_SCORE = 8.6
 
+# Times that each number of a copy of a token is read or written besides its expert: copied into the
+# order in which it is sent, sorted by expert after it has come, and both the other way, where the
+# copies are added. Set, not fitted: four steps, each with a read and a write.
+PERMUTED = 8
+
+# Tokens of the experts of the rank that has most of them, relative to the mean: the layer waits.
+IMBALANCE = 1.2
+
 # Share of a GPU's memory that a training step can use. The nine runs of the Playbook above 70 of 80
 # GiB took 3 to 7 times as long as predicted, probably because PyTorch's allocator frees its cache
 # and retries.
@@ -72,6 +80,11 @@ class Software:
     attention           share of the speed of matrix products that its fused attention reaches
     host_s              seconds in which the host launches the kernels of a layer's forward
     host_tp_s           seconds more with tensor parallelism: its collectives and their waits
+    host_routed_s       seconds more with experts: routing, sorting, grouped products
+    imbalance           tokens of the experts of the rank that has most, relative to the mean; 1 if
+                        the program sends them evenly by force, as in benchmarks
+    sends_once          a token goes to a node once, and inside it to its experts (DeepEP)
+    hides_routing       tokens are sent while the rank computes for another micro-batch
     step_s              seconds of a step whatever its plan: data, gradient norm, logging
     bucket_bytes        gradients of one message; 0: all in one
     overlaps            whether gradients are sent while backward still computes
@@ -91,6 +104,10 @@ class Software:
     attention: float = 0.4
     host_s: float = 1e-4
     host_tp_s: float = 0.0
+    host_routed_s: float = 0.0
+    imbalance: float = IMBALANCE
+    sends_once: bool = False
+    hides_routing: bool = False
     step_s: float = 0.0
     bucket_bytes: float = 0.0
     overlaps: bool = True
