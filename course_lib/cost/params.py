@@ -154,9 +154,7 @@ def layer_params(spec: ModelSpec, parallelism: Parallelism = ONE) -> int:
     return max(kind_params(spec, layer, parallelism)[0] for layer in layer_kinds(spec))
 
 
-def kind_params(
-    spec: ModelSpec, layer: Layer, parallelism: Parallelism = ONE
-) -> tuple[int, int]:
+def kind_params(spec: ModelSpec, layer: Layer, parallelism: Parallelism = ONE) -> tuple[int, int]:
     """Return the parameters of a layer of that kind on one rank, and those that are experts."""
     every = [(one.part, weights_on_rank(one, parallelism)) for one in weights(spec, layer)]
     experts = sum(params for part, params in every if part == "experts")

@@ -22,13 +22,13 @@ from course_lib.planner.plan import Plan
 class Product(NamedTuple):
     """A matrix product [m, k] x [k, n] of a forward pass; its backward has two of the same FLOP.
 
-    count   products of that size in one grouped kernel: those of the experts on a rank
+    number   products of that size in one grouped kernel: those of the experts on a rank
     """
 
     m: int
     depth: int
     n: int
-    count: int = 1
+    number: int = 1
 
 
 class LayerTime(NamedTuple):
@@ -41,13 +41,18 @@ class LayerTime(NamedTuple):
 NO_TIME = LayerTime(0.0, 0.0)
 
 
-def product_s(product: Product, device: Device, precision: str = "bf16") -> float:
-    """Return the seconds of a matrix product, or of a group of them, on a device."""
-    m, depth, n, count = product
-    peak = _reached(device, precision) * (k.FP8_SPEED if precision == "fp8" else 1)
+def product_s(
+    product: Product, device: Device, precision: str = "bf16", speed: float = 1.0
+) -> float:
+    """Return the seconds of a matrix product, or of a group of them, on a device.
+
+    speed   of a program's products, relative to `REACHED`
+    """
+    m, depth, n, number = product
+    peak = _reached(device, precision) * (k.FP8_SPEED if precision == "fp8" else 1) * speed
     shape = (1 + k.HALF_DEPTH / depth) * _wave_factor(product, device)
-    streamed_s = 2 * count * (m * depth + depth * n + m * n) / (device.bytes_per_s * k.STREAMED)
-    return max(2 * count * m * depth * n / peak * shape, streamed_s)
+    streamed_s = 2 * number * (m * depth + depth * n + m * n) / (device.bytes_per_s * k.STREAMED)
+    return max(2 * number * m * depth * n / peak * shape, streamed_s)
 
 
 def _reached(device: Device, precision: str) -> float:
@@ -58,20 +63,21 @@ def _reached(device: Device, precision: str) -> float:
 
 def _wave_factor(product: Product, device: Device) -> float:
     """Return how much longer the tiles take than their numbers would: padding, and half a wave."""
-    m, _, n, count = product
+    m, _, n, number = product
     rows, columns = k.TILE
-    tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
+    tiles = number * math.ceil(m / rows) * math.ceil(n / columns)
     processors = k.MULTIPROCESSORS.get(device.name, k.MULTIPROCESSORS_ELSEWHERE)
-    return (tiles + processors / 2) * rows * columns / (count * m * n)
+    return (tiles + processors / 2) * rows * columns / (number * m * n)
 
 
-def trained_s(product: Product, device: Device, precision: str) -> LayerTime:
+def trained_s(product: Product, cluster: Cluster, precision: str) -> LayerTime:
     """Return the seconds of a product and of its two gradients."""
-    m, depth, n, count = product
-    backward = (Product(m, n, depth, count), Product(depth, m, n, count))
+    m, depth, n, number = product
+    device, speed = cluster.device, cluster.software.products
+    backward = (Product(m, n, depth, number), Product(depth, m, n, number))
     return LayerTime(
-        product_s(product, device, precision),
-        sum(product_s(one, device, precision) for one in backward),
+        product_s(product, device, precision, speed),
+        sum(product_s(one, device, precision, speed) for one in backward),
     )
 
 
@@ -95,14 +101,21 @@ def layer_products(
         matrices(model, kind or layers(model)[-1]), lambda one: (one.part, one.inputs, one.split)
     ):
         some, ranks = list(fused), axes.expert_tensor if part == "experts" else axes.tp
-        rows, count = tokens if split else own_tokens, 1
+        rows, number = tokens if split else own_tokens, 1
         if part == "experts":
-            count = some[0].copies // axes.ep
-            rows = math.ceil(routed_tokens(model, plan, load) * axes.expert_tensor / count)
+            number = some[0].copies // axes.ep
+            rows = math.ceil(routed_tokens(model, plan, load) * axes.expert_tensor / number)
         depth = inputs // ranks if split == "inputs" else inputs
         columns = sum(one.outputs // _ways(one, ranks) for one in some)
-        found.append(Product(rows, depth, columns, count))
+        found.append(Product(rows, depth, columns, number))
     return found
+
+
+def large_products(model: ModelSpec, plan: Plan) -> list[Product]:
+    """Return those of `layer_products` with 1 % of their FLOP or more: routers have less."""
+    found = [(math.prod(one), one) for one in layer_products(model, plan)]
+    least = sum(flop for flop, _ in found) / 100
+    return [one for flop, one in found if flop >= least]
 
 
 def _ways(one: Matrix, ranks: int) -> int:
@@ -129,9 +142,9 @@ def layer_time(
 
     kind   None: of the model's last layer
     """
-    device, kind = cluster.device, kind or layers(model)[-1]
+    kind = kind or layers(model)[-1]
     found = layer_products(model, plan, kind, cluster.software.imbalance)
-    products = [trained_s(one, device, plan.precision) for one in found]
+    products = [trained_s(one, cluster, plan.precision) for one in found]
     scores = attention_time(model, cluster, plan, kind)
     between_s = _between_s(model, cluster, plan, kind)
     forward_s = sum(one.forward_s for one in products) + scores.forward_s + between_s
@@ -188,10 +201,10 @@ def _between_s(model: ModelSpec, cluster: Cluster, plan: Plan, kind: Layer) -> f
     split = (routed.shared_hidden if routed else model.ffn_hidden) * passes
     touched = kind.rotary + (model.qk_norm != "none")
     split += 2 * (model.q_hidden + model.kv_hidden) * touched
-    whole = (6 + 2 * model.norms_per_layer) * model.hidden
-    whole += 2 * (latent.kv_rank + (latent.q_rank or 0)) if latent else 0
-    whole = whole / (axes.tp if axes.sequence_parallel else 1)
-    numbers = tokens * (split / axes.tp + whole)
+    undivided = (6 + 2 * model.norms_per_layer) * model.hidden
+    undivided += 2 * (latent.kv_rank + (latent.q_rank or 0)) if latent else 0
+    whole = undivided / (axes.tp if axes.sequence_parallel else 1)
+    numbers: float = tokens * (split / axes.tp + whole)
     if routed:
         wide = passes * routed.ffn_hidden + k.PERMUTED * model.hidden
         numbers += routed_tokens(model, plan, cluster.software.imbalance) * wide
@@ -205,7 +218,7 @@ def head_time(model: ModelSpec, cluster: Cluster, plan: Plan) -> LayerTime:
     axes, device = plan.parallelism, cluster.device
     tokens = plan.micro_batch * plan.seq // axes.cp
     projection = trained_s(
-        Product(tokens, model.hidden, -(-model.padded_vocab // axes.tp)), device, plan.precision
+        Product(tokens, model.hidden, -(-model.padded_vocab // axes.tp)), cluster, plan.precision
     )
     num_bytes = tokens * model.padded_vocab / axes.tp * k.BYTES_PER_LOGIT
     streamed_s = num_bytes / (device.bytes_per_s * k.STREAMED)

@@ -238,10 +238,12 @@ def _buffers(model: ModelSpec, axes: Parallelism, num_params: int, software: Sof
 def plan_memory(model: ModelSpec, plan: Plan, software: Software) -> dict[str, int]:
     """Return the bytes by kind on the fullest rank: of the first stage, the last, or the largest.
 
-    Stages between hold no more than the first one if they have no more layers of the same kind.
+    Of equal stages the first holds most, and the one with the embedding no less than the next.
     """
     stages = stages_of(model, plan, software.balances_head)
     counts, last = [stage.num_layers for stage in stages], len(stages) - 1
-    asked = {0, last, counts.index(max(counts))} if model.experts is None else range(len(stages))
+    asked = {0, last, counts.index(max(counts))}
+    if len(layer_kinds(model)) > 1:
+        asked |= {stages.index(stage) for stage in set(stages)}
     bills = [_bill(model, plan, software, stages, stage) for stage in sorted(asked)]
     return max(bills, key=lambda bill: sum(bill.values()))

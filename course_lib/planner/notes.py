@@ -9,7 +9,7 @@ from dataclasses import replace
 from course_lib.core.parallelism import ZERO_STAGES
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.roofline import data_parallel_tokens, fsdp_tokens, matmul_intensity, roof_of
-from course_lib.planner.compute import layer_products
+from course_lib.planner.compute import large_products
 from course_lib.planner.constants import MEASURED, SOFTWARE, Software
 from course_lib.planner.predicting import predict
 from course_lib.planner.prediction import PredictedStep
@@ -50,10 +50,8 @@ def roofline_note(step: PredictedStep) -> str:
     plan, cluster = step.plan, step.cluster
     number_bytes = 4 if plan.precision == "fp32" else 2
     roof = roof_of(cluster.device, "fp32" if plan.precision == "fp32" else "bf16")
-    products = layer_products(step.model, plan)
-    intensity, (m, depth, n) = min(
-        (matmul_intensity(m, depth, n, number_bytes), (m, depth, n)) for m, depth, n in products
-    )
+    sizes = [one[:3] for one in large_products(step.model, plan)]
+    intensity, (m, depth, n) = min((matmul_intensity(*one, number_bytes), one) for one in sizes)
     said = (
         f"By the roofline (lesson 01b): the product of lowest intensity, [{m}, {depth}] @ "
         f"[{depth}, {n}], has {intensity:,.0f} FLOP per byte, and the ridge is {roof.ridge:.0f}: "

@@ -20,6 +20,9 @@ from course_lib.planner.pipeline_step import StepTimes, pipeline_step, simulated
 from course_lib.planner.plan import Plan
 from course_lib.planner.prediction import PredictedStep
 
+# of a layer: computation, exposed messages, launches, and messages of its experts
+LayerParts = tuple[LayerTime, LayerTime, LayerTime, LayerTime]
+
 
 class MicroBatchTime(NamedTuple):
     """Seconds of one micro-batch on one rank: of one layer, and of the ends of the model.
@@ -65,7 +68,9 @@ def predict(
     tp_s = m * _total(one.sent, one.ends, model.num_layers) / pp
     ep_s = m * model.num_layers * sum(one.routed) / pp
     launch_s = m * model.num_layers * sum(one.launched) / pp
-    times = stage_times(one, tuple(stage.num_layers for stage in stages), message_s(model, cluster, plan))
+    times = stage_times(
+        one, tuple(stage.num_layers for stage in stages), message_s(model, cluster, plan)
+    )
     play = simulated_step if simulated and pp > 1 else pipeline_step
     step = play(plan.schedule, m, times, plan.num_model_chunks)
     largest = max(stages, key=lambda stage: stage.num_params)
@@ -128,21 +133,22 @@ def micro_batch(model: ModelSpec, cluster: Cluster, plan: Plan) -> MicroBatchTim
     """Return the seconds of one micro-batch, whatever the other axes of the plan."""
     kinds = layer_kinds(model)
     each = [(count, _layer_parts(model, cluster, plan, kind)) for kind, count in kinds.items()]
-    layer, sent, launched, routed = each[0][1]
-    if len(each) > 1:
-        layer, sent, launched, routed = (
-            LayerTime(*(sum(count * parts[n][way] for count, parts in each) / model.num_layers
-                        for way in (0, 1)))
-            for n in range(4)
-        )  # fmt: skip
+    layer, sent, launched, routed = each[0][1] if len(each) == 1 else _mean(each)
     head, (_, ends) = head_time(model, cluster, plan), tensor_s(model, cluster, plan)
     return MicroBatchTime(layer, head, sent, ends, launched, routed)
 
 
-def _layer_parts(
-    model: ModelSpec, cluster: Cluster, plan: Plan, kind: Layer
-) -> tuple[LayerTime, LayerTime, LayerTime, LayerTime]:
-    """Return a layer's computation, exposed messages, launches, and messages of its experts."""
+def _mean(each: list[tuple[int, LayerParts]]) -> list[LayerTime]:
+    """Return the mean layer of some layers, whose numbers are given with each."""
+    total = sum(count for count, _ in each)
+    return [
+        LayerTime(*(sum(count * parts[n][way] for count, parts in each) / total for way in (0, 1)))
+        for n in range(4)
+    ]
+
+
+def _layer_parts(model: ModelSpec, cluster: Cluster, plan: Plan, kind: Layer) -> LayerParts:
+    """Return the times of a layer of that kind."""
     software = cluster.software
     layer = layer_time(model, cluster, plan, kind)
     sent, _ = tensor_s(model, cluster, plan, kind)
@@ -150,11 +156,12 @@ def _layer_parts(
     host_s = software.host_s + software.host_tp_s * (plan.parallelism.tp > 1)
     host_s += software.host_routed_s * kind.routed
     again = 2 + (plan.recompute == "full")
+    routed = routed_s(model, cluster, plan, kind, layer)
     launched = LayerTime(
-        max(0.0, host_s - layer.forward_s - sent.forward_s),
-        max(0.0, again * host_s - layer.backward_s - sent.backward_s),
+        max(0.0, host_s - layer.forward_s - sent.forward_s - routed.forward_s),
+        max(0.0, again * host_s - layer.backward_s - sent.backward_s - routed.backward_s),
     )
-    return layer, sent, launched, routed_s(model, cluster, plan, kind, layer)
+    return layer, sent, launched, routed
 
 
 def stage_times(one: MicroBatchTime, layers: tuple[int, ...], sent_s: float) -> StepTimes:

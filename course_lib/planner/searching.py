@@ -81,8 +81,8 @@ def valid_plans(
 
     Tensor parallelism stays inside a node, and with it activations are split by tokens, too
     (sequence parallelism), where the sequence allows it. Experts are divided over ep, which may
-    span nodes, and each is split over the tp ranks or not at all. In a pipeline ZeRO shards the optimizer
-    state only, as in Megatron-LM: stages 2 and 3 communicate in every micro-batch.
+    span nodes, and each is split over the tp ranks or not at all. In a pipeline ZeRO shards the
+    optimizer state only, as in Megatron-LM: stages 2 and 3 communicate in every micro-batch.
     """
     for axes in _axes(model, cluster, seq):
         if global_batch % axes.dp:
