@@ -209,9 +209,11 @@ class MedianError:
 
     table    of `scores.score_table`, whose numbers these are
     runs     which runs, in words
-    count    how many; the constants were fitted on some of them
+    count    how many
     error    median of the absolute errors of the step, relative to the measured one
     beyond   where the error is larger, in words
+    experts  the runs are of models with experts
+    fitted   on which runs constants were fitted
     """
 
     table: str
@@ -219,6 +221,8 @@ class MedianError:
     count: int
     error: float
     beyond: str = ""
+    experts: bool = False
+    fitted: str = "some of them"
 
 
 _VTRAIN = MedianError(
@@ -241,5 +245,13 @@ MEASURED: Mapping[str, MedianError] = {
         runs="torchtitan's runs of Llama 3 8B on H100",
         count=16,
         error=0.081,
+    ),
+    "dgx-h100": MedianError(
+        table="experts on H100, runs in no fit",
+        runs="Megatron-Core's, NeMo AutoModel's and DeepSeek's runs of models with experts",
+        count=23,
+        error=0.147,
+        experts=True,
+        fitted="others",
     ),
 }

@@ -281,7 +281,7 @@ def _megatron_experts(step: PredictedStep) -> Mapping[str, object]:
     latent, experts, rope = model.latent, model.experts, model.rope
     options: dict[str, object] = {
         "add-qkv-bias": model.has_bias("qkv") and not model.has_bias("out"),
-        "qk-layernorm": model.qk_norm == "head",
+        "qk-layernorm": model.qk_norm == "head" or latent is not None,  # of its vectors
     }
     if model.positions == "rope" and rope.theta != 10000.0:
         options["rotary-base"] = int(rope.theta)

@@ -88,6 +88,10 @@ def legend(steps: Sequence[PredictedStep]) -> str:
     words += [f"zero{stage}: {ZERO_WORDS[stage]}" for stage in stages]
     if any(plan.parallelism.sequence_parallel for plan in plans):
         words.append("sp: sequence parallelism beside tp")
+    if any(plan.parallelism.ep > 1 for plan in plans):
+        words.append("ep: ranks that share the experts of a layer, out of those of dp and tp")
+    if any(plan.parallelism.expert_tensor != plan.parallelism.tp for plan in plans):
+        words.append("etp: ranks that split each expert, in place of tp")
     if any(plan.num_model_chunks > 1 for plan in plans):
         words.append("chunks: model chunks per rank")
     if any(plan.recompute == "full" for plan in plans):
@@ -156,8 +160,11 @@ def trust_note(steps: Sequence[PredictedStep]) -> str:
     said = (
         f"Measured: the median error of the predicted step is {100 * measured.error:.1f} % on "
         f"{measured.count} runs ({measured.runs}{beyond}; docs/planner.md). Constants were fitted "
-        "on some of them: expect more elsewhere."
+        f"on {measured.fitted}: expect more elsewhere."
     )
+    if measured.experts != (first.model.experts is not None):
+        with_them = "all" if measured.experts else "none"
+        said += f" Of these runs, {with_them} are of models with experts."
     if len(steps) == 1:
         error_s = format_seconds(measured.error * first.step_s)
         return f"{said} Here {100 * measured.error:.1f} % is {error_s}."
