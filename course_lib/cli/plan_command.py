@@ -51,10 +51,10 @@ ClusterName = Annotated[
         "--cluster",
         help="A profile, with the speed between nodes per GPU: selene-a100 and vtrain-a100 (nodes "
         "of 8 A100 80 GB, NVLink; 22 GB/s), hf-h100 (8 H100, NVLink; 20 GB/s), torchtitan-h100 (8 "
-        "H100, NVLink; 45 GB/s), dgx-h100 (the same; constants of Megatron-Core for models with "
-        "experts), dgx-h200 and dgx-b200 (8 H200 or B200; 45 GB/s), gb200-nvl72 (64 "
-        "of a rack's 72 GB200, NVLink; 45 GB/s), a6000-pcie (4 A6000, PCIe; 1.2 GB/s), laptop (4 "
-        "processes on a CPU; 1 GB/s). Or the links.json that `course study` measured.",
+        "H100, NVLink; 45 GB/s), dgx-h100 (the same, 45 GB/s, as fitted on models with experts), "
+        "dgx-h200 and dgx-b200 (8 H200 or B200; 45 GB/s), gb200-nvl72 (64 of a rack's 72 GB200, "
+        "NVLink; 45 GB/s), a6000-pcie (4 A6000, PCIe; 1.2 GB/s), laptop (4 processes on a CPU; 1 "
+        "GB/s). Or the links.json that `course study` measured.",
     ),
 ]
 NodesOption = Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the cluster.")]

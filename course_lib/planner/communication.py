@@ -13,7 +13,7 @@ from course_lib.cost.params import kind_params
 from course_lib.cost.traffic import CollectiveCall
 from course_lib.planner.cluster import Cluster
 from course_lib.planner.compute import NO_TIME, LayerTime, attention_time
-from course_lib.planner.memory import Stage
+from course_lib.planner.memory import StageContents
 from course_lib.planner.plan import Plan
 from course_lib.tensor_parallel.cost import tensor_traffic
 
@@ -101,7 +101,7 @@ class StageWork(NamedTuple):
     backward_s   seconds of the whole stage's backward
     """
 
-    stage: Stage
+    stage: StageContents
     layer: LayerTime
     backward_s: float
 

@@ -105,7 +105,7 @@ def stage_layers(model: ModelSpec, pp: int, balances_head: bool) -> tuple[int, .
     return tuple(layers)
 
 
-class Stage(NamedTuple):
+class StageContents(NamedTuple):
     """Layers of a stage: how many, of each kind, and the parameters that a rank computes with.
 
     expert_params   those of num_params that are experts
@@ -117,7 +117,7 @@ class Stage(NamedTuple):
     expert_params: int
 
 
-def stages_of(model: ModelSpec, plan: Plan, balances_head: bool) -> tuple[Stage, ...]:
+def stages_of(model: ModelSpec, plan: Plan, balances_head: bool) -> tuple[StageContents, ...]:
     """Return the stages of a plan."""
     axes = plan.parallelism
     sizes = axes.pp, axes.tp, axes.ep, axes.expert_tensor
@@ -132,7 +132,7 @@ def _stages_of(
     balances_head: bool,
     chunks: int,
     turns: bool,
-) -> tuple[Stage, ...]:
+) -> tuple[StageContents, ...]:
     pp, tp, ep, expert_tp = sizes
     axes = Parallelism(dp=ep * expert_tp, tp=tp, pp=pp, ep=ep, expert_tp=expert_tp)
     counts = stage_layers(model, pp, balances_head)
@@ -141,7 +141,7 @@ def _stages_of(
     for stage, kinds in enumerate(_kinds_on_stages(model, counts, chunks, turns)):
         every, experts = (sum(held[kind][n] * count for kind, count in kinds) for n in (0, 1))
         ends = _end_params(model, axes, stage)
-        found.append(Stage(counts[stage], kinds, every + ends, experts))
+        found.append(StageContents(counts[stage], kinds, every + ends, experts))
     return tuple(found)
 
 
@@ -198,7 +198,7 @@ def memory_on_stage(
 
 
 def _bill(
-    model: ModelSpec, plan: Plan, software: Software, stages: tuple[Stage, ...], stage: int
+    model: ModelSpec, plan: Plan, software: Software, stages: tuple[StageContents, ...], stage: int
 ) -> dict[str, int]:
     axes, (_, kinds, num_params, expert_params) = plan.parallelism, stages[stage]
     recipe = FP32 if plan.precision == "fp32" else software.recipe

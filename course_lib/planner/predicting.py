@@ -15,7 +15,7 @@ from course_lib.planner.cluster import Cluster
 from course_lib.planner.communication import StageWork, context_s, gradients_s, tensor_s
 from course_lib.planner.compute import LayerTime, head_time, layer_time, optimizer_s
 from course_lib.planner.experts import routed_s
-from course_lib.planner.memory import Stage, plan_memory, stages_of
+from course_lib.planner.memory import StageContents, plan_memory, stages_of
 from course_lib.planner.pipeline_step import StepTimes, pipeline_step, simulated_step
 from course_lib.planner.plan import Plan
 from course_lib.planner.prediction import PredictedStep
@@ -91,7 +91,7 @@ def predict(
     )
 
 
-def _owned(plan: Plan, stage: Stage) -> float:
+def _owned(plan: Plan, stage: StageContents) -> float:
     """Return the parameters that a rank of a stage updates: its share with ZeRO, else all."""
     axes = plan.parallelism
     if not axes.zero:

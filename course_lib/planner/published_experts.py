@@ -112,8 +112,9 @@ H800_BYTES_PER_S = 160e9
 def expert_runs() -> Iterable[PublishedRun]:
     """Yield the rows of `moe.csv`.
 
-    A published TFLOPS counts half of attention's scores: with that, those rows that have tokens/s,
-    too, agree. More model chunks than layers are as many as the layers. DualPipe is taken for zb-v.
+    A published TFLOPS counts half of attention's scores: with that, rows of Qwen3 that have the
+    time, too, agree. More model chunks than layers are as many as the layers. DualPipe is taken for
+    zb-v, AutoModel's FSDP with a pipeline for ZeRO-1: it gathers and reduces once a step.
     """
     for row in rows("moe"):
         model, plan = MODELS[row["model"]], _plan(row)
