@@ -129,7 +129,9 @@ def software_note(steps: Sequence[PredictedStep]) -> str:
 def _elsewhere(step: PredictedStep, name: str) -> str:
     """Return what a plan takes with the constants of a program that runs it."""
     zero = step.plan.parallelism.zero
-    other = next(one for one in SOFTWARE.values() if zero in one.zero)
+    routed = step.model.experts is not None
+    programs = [one for one in SOFTWARE.values() if zero in one.zero]
+    other = min(programs, key=lambda one: (one.host_routed_s > 0) != routed)  # for such models
     elsewhere = replace(step.cluster, software=other)
     simulated = step.plan.schedule != "zb-h2"  # which is a formula only
     other_s = predict(step.model, elsewhere, step.plan, simulated=simulated).step_s

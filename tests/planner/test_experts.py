@@ -26,6 +26,7 @@ from course_lib.planner.compute import (
     product_s,
 )
 from course_lib.planner.experts import exchange_s, expert_group
+from course_lib.planner.explorer import plan_explorer
 from course_lib.planner.launches import course_train, megatron_lm, torchtitan
 from course_lib.planner.memory import memory_on_stage, stages_of
 from course_lib.planner.published_experts import MODELS
@@ -236,6 +237,14 @@ def test_activations_of_each_stage_are_those_of_lesson_01(model, sizes):
         wanted = activations(model, 1, 4096, parallelism=plan.parallelism, stage=stage)
         bill = memory_on_stage(model, plan, NODE.software, stage)
         assert bill["activations"] == sum(wanted.values())
+
+
+def test_sliders_start_at_a_plan_with_experts():
+    plan = placed(dp=8, ep=8, zero=1)
+    explorer = plan_explorer(MIXTRAL, "dgx-h100", plan)
+    assert explorer.predicted.plan == plan
+    dense = explorer._at(**explorer.values() | {"model": "llama-8b"})
+    assert dense.plan.parallelism.ep == 1
 
 
 # --- plans: words, tables, search, refusals, programs
