@@ -620,7 +620,7 @@ class Buffered(nn.Module):
 def test_shards_and_buffers_go_back_where_they_came_from(pools, make):
     def there_and_back(rank):
         model, seen = FSDP(make()), []
-        saved, whole = model.state_dict(), model.full_state_dict()
+        saved, whole = copy.deepcopy((model.state_dict(), model.full_state_dict()))
         for load, state in ((model.load_state_dict, saved), (model.load_full_state_dict, whole)):
             with torch.no_grad():
                 for value in (*model.parameters(), *model.buffers()):
