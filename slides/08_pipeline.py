@@ -79,9 +79,14 @@ def _idle(*names):
     return timelines(runs, f"Idle: {idle} of the time", unit="F")
 
 
-def fill():
-    """Chunks, and weight gradients of their own."""
-    return _idle("1F1B", "interleaved", "ZB-H1")
+def chunks():
+    """Several short chunks of the model on each rank."""
+    return _idle("1F1B", "interleaved")
+
+
+def deferred():
+    """Weight gradients of their own, in the bubble."""
+    return _idle("1F1B", "ZB-H1")
 
 
 def both():
@@ -163,7 +168,8 @@ def pictures():
         gpipe,
         one_f_one_b,
         hang,
-        fill,
+        chunks,
+        deferred,
         both,
         puzzle,
         throughput,

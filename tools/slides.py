@@ -30,6 +30,9 @@ FRAMES = """() => new Promise(done => {  // Marp takes a few to fit long lines o
   const frame = () => left-- ? requestAnimationFrame(frame) : done();
   frame();
 })"""
+TOO_FULL = """() => [...document.querySelectorAll("section")]
+  .filter(slide => slide.scrollHeight > slide.clientHeight + 1)
+  .map(slide => slide.querySelector("h1, h2")?.innerText ?? slide.innerText.slice(0, 60))"""
 FOOTER = """<p style="font: 8px sans-serif; margin: 0 10mm; width: 100%; text-align: right">
 <span class="title"></span>, page <span class="pageNumber"></span></p>"""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -135,10 +138,15 @@ def write_pages(decks: list[Path], folder: Path) -> None:
 
 
 def print_deck(page: Page, deck: Path) -> None:
-    """Print a deck, and then its handout, from its HTML."""
+    """Print a deck, and then its handout, from its HTML; a slide that is cut off is an error."""
     page.emulate_media(media="print")  # lays out all slides, not only the first
     page.goto(deck.with_suffix(".html").resolve().as_uri())
     page.evaluate(FRAMES)
+    if cut := page.evaluate(TOO_FULL):
+        raise SlidesError(
+            f"{deck.name}: the text has to fit on its slide, and this one is too full: {cut[0]!r}. "
+            "Shorten it, or put <!-- _class: small --> above its title."
+        )
     printed = {"prefer_css_page_size": True, "print_background": True, "tagged": True}
     page.pdf(path=deck.with_suffix(".pdf"), outline=True, **printed)
     page.add_style_tag(path=SLIDES / "handout.css")

@@ -151,10 +151,14 @@ def stage_kinds(spec: ModelSpec, parallelism: Parallelism, stage: int = 0) -> tu
 
 def layer_params(spec: ModelSpec, parallelism: Parallelism = ONE) -> int:
     """Return the number of parameters of the largest layer on one rank."""
-    return max(
-        sum(weights_on_rank(one, parallelism) for one in weights(spec, layer))
-        for layer in layer_kinds(spec)
-    )
+    return max(kind_params(spec, layer, parallelism)[0] for layer in layer_kinds(spec))
+
+
+def kind_params(spec: ModelSpec, layer: Layer, parallelism: Parallelism = ONE) -> tuple[int, int]:
+    """Return the parameters of a layer of that kind on one rank, and those that are experts."""
+    every = [(one.part, weights_on_rank(one, parallelism)) for one in weights(spec, layer)]
+    experts = sum(params for part, params in every if part == "experts")
+    return sum(params for _, params in every), experts
 
 
 def layers_on_stage(spec: ModelSpec, parallelism: Parallelism, stage: int = 0) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from course_lib.core.presets import MODELS
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import mfu, six_n_d, train_step_flop
 from course_lib.cost.hardware import find_device
-from course_lib.cost.params import count_params
+from course_lib.cost.params import active_params, count_params
 from course_lib.cost.published import rows
 from course_lib.cost.roofline import Roof, matmul_intensity, roof_of
 from course_lib.display import Voices, compare
@@ -25,6 +26,13 @@ from course_lib.speed.operations import OPERATIONS
 GPUS = ("a100-80", "h100", "h200", "b200")
 # beside which side of its mark an operation's name begins or ends, and how many points away
 LABELS = (*[("left", 8, -4)] * 4, *[("right", -8, 3)] * 2, ("left", -4, -14), ("center", 0, 7))
+
+# models of today, and where the name stands beside its mark: points to the right and up
+DENSE = dict.fromkeys(("qwen3-0.6b", "llama-8b", "llama2-13b", "mistral-small-24b"), (6, -13))
+DENSE |= {"llama-70b": (-20, -16)}
+ROUTED = {"qwen3-30b-a3b": (8, -4), "gpt-oss-20b": (8, -4), "mixtral-8x7b": (8, -4)}
+ROUTED |= {"llama4-scout": (8, 0), "deepseek-v3": (8, -4)}
+STATE_BYTES = 16  # of a parameter: bf16 weight and gradient, fp32 master copy and two moments
 
 # MPT-7B in LLM Foundry's benchmarks: its counts of parameters are those of these sizes
 MPT_7B = ModelSpec(
@@ -200,3 +208,28 @@ def roof_rows(dtype: str = "bf16") -> str:
         shares = [f"{min(1.0, one.intensity / ridge):>10.1%}" for ridge in ridges]
         lines.append(f"{one.name:<22}{one.intensity:>14,.2f}" + "".join(shares))
     return "\n".join(lines)
+
+
+def bytes_against_flop() -> tuple[Figure, str]:
+    """Draw the bytes of the states of dense models and of those with experts against their FLOP."""
+    twins = MODELS["mixtral-8x7b"], MODELS["llama2-13b"]
+    times = count_params(twins[0]) / count_params(twins[1])
+    title = f"For the FLOP of a 13B model, Mixtral has {times:.1f} times its bytes"
+    line = [1e9 * 2.0**k for k in range(1, 10)]
+    figure = compare(
+        line,
+        {"dense": Voices(formula=lambda flop: STATE_BYTES * flop / 6 / 1e9)},
+        title,
+        x_label="FLOP of a token, forward and backward: 6 times the active parameters",
+        y_label="parameters, gradients and optimizer state (GB)",
+        log=True,
+        names={"formula": "16 bytes per 6 FLOP: all parameters are active"},
+        source="config.json of the published models",
+    )
+    axes = figure.axes[0]
+    for marker, group in (("o", DENSE), ("^", ROUTED)):
+        for name, (dx, dy) in group.items():
+            x, y = 6 * active_params(MODELS[name]), STATE_BYTES * count_params(MODELS[name]) / 1e9
+            axes.plot([x], [y], marker, color=SERIES[marker == "^"], markersize=6)
+            axes.annotate(name, (x, y), (dx, dy), textcoords="offset points", fontsize=SMALL_PT)
+    return figure, f"{title}; triangles are models with experts, dots are dense models"

@@ -29,8 +29,9 @@
 # The *residual stream* is the tensor of $h$ numbers per token that passes from layer to layer;
 # attention and MLP each add their output to it.
 #
-# Memory is reported in GiB ($2^{30}$ bytes), and rates in powers of ten. A GPU that is sold with
-# "80 GB" has about 80 GiB. A number in fp32 takes 4 bytes; in bf16 or fp16 it takes 2.
+# Memory is reported in GiB ($2^{30}$ bytes); rates, such as bytes per second, use powers of ten. A
+# GPU that is sold with "80 GB" has about 80 GiB. A number in fp32 takes 4 bytes; in bf16 or fp16 it
+# takes 2.
 
 # %%
 from dataclasses import replace
@@ -55,8 +56,9 @@ torch.set_num_threads(1)  # the models here are small
 #
 # Almost everything in memory is proportional to the number of parameters, or to the number of
 # tokens. So the first thing to know about a model is its size. The smallest GPT-2 (Radford et al.
-# 2019) has $h=768$, 12 layers, an MLP with $f=4h$, a vocabulary of 50,257 tokens and 1,024
-# positions. How many million parameters does it have? Try to add up its matrices before you answer.
+# 2019) has $h=768$, 12 layers, an MLP with $f=4h$, a vocabulary of 50,257 tokens, and a learned
+# vector for each of 1,024 positions. How many million parameters does it have? Try to add up its
+# matrices before you answer.
 
 # %% tags=["predict"]
 guess = predict("parameters of the smallest GPT-2", unit="million")
@@ -115,8 +117,8 @@ check("memory-1", count_gpt)
 # <code>param_parts(gpt2)</code>. Do you count biases and norms?</details>
 #
 # **A GPT with an MLP of $4h$, with keys and values for every head, and with a tied output matrix
-# has about $12Lh^2+Vh$ parameters. An untied output matrix adds $Vh$.** (In some models several
-# heads share keys and values; section 4.)
+# has about $12Lh^2+Vh$ parameters; biases, norms and positions add little. An untied output matrix
+# adds $Vh$.** (In some models several heads share keys and values; section 4.)
 #
 # ## 2 What each parameter costs
 #
@@ -128,14 +130,16 @@ check("memory-1", count_gpt)
 # parameter:
 #
 # - a 16-bit weight and a 16-bit gradient, which forward and backward compute with (2 + 2 bytes);
-# - a *master copy* of the weight in fp32 (4 bytes). An update is often thousands of times smaller
-#   than its weight. Added to a bf16 number, it would be rounded away;
+# - a *master copy* of the weight in fp32 (4 bytes). A bf16 number has only 8 significant bits, so
+#   adding a number that is more than 512 times smaller does not change it. An update is often
+#   thousands of times smaller than its weight: without the master copy, it would be rounded away;
 # - Adam's two *moments* in fp32, the running means of the gradient and of its square (4 + 4 bytes).
 #
 # Together these are called the *model states*; the course calls this recipe the *usual* one.
-# Today's Megatron and FSDP often keep fp32 gradients or fp32 shards instead, so their parts
-# differ. Llama 3 8B (in the code `llama-8b`) has 8.03 billion parameters. How many GiB do its
-# model states take with the usual recipe?
+# Frameworks differ in it: Megatron-LM often keeps gradients in fp32, and PyTorch's FSDP can keep
+# all weights, gradients and moments in fp32 and compute with a bf16 copy of one part at a time.
+# Llama 3 8B (in the code `llama-8b`) has 8.03 billion parameters. How many GiB do its model states
+# take with the usual recipe?
 
 # %% tags=["predict"]
 guess = predict("model states of llama-8b in bf16", unit="GiB")
@@ -153,16 +157,16 @@ print("", state_rows(GPT(MODELS["small"])), sep="\n")
 
 # %% [markdown]
 # Three quarters of the model states belong to the optimizer. In the lines for 1B to 405B, the
-# number after "with an accumulator" adds 4 bytes per parameter for a gradient *accumulator*: a
-# sum of the gradients in fp32 beside the bf16 gradients, so that adding up many micro-batches
-# loses nothing to rounding. Other recipes drop the bf16 gradients, or hold everything in fp32, or
-# hold everything in bf16 (*pure* bf16).
+# number after "with an accumulator" adds 4 bytes per parameter for a gradient *accumulator*: a sum
+# of the gradients in fp32 beside the bf16 gradients, so that adding up many micro-batches loses
+# little to rounding (lesson 02). Other recipes drop the bf16 gradients, or hold everything in fp32,
+# or hold everything in bf16 (*pure* bf16).
 #
-# The table below these lines shows optimizers that save memory. *8-bit Adam* stores each moment
-# in one byte (Dettmers et al. 2022, section 2.1). *Adafactor* keeps no first moment, and replaces
-# the second moment of a matrix by the sums of its rows and columns (Shazeer and Stern 2018).
-# *Muon* keeps one momentum instead of two moments for the matrices of the layers (Jordan et al.
-# 2024).
+# The table at the end of this output shows optimizers that save memory. *8-bit Adam* stores each
+# moment in one byte (Dettmers et al. 2022, section 2.1). *Adafactor* keeps no first moment, and
+# replaces the second moment of a matrix by the sums of its rows and columns (Shazeer and Stern
+# 2018). *Muon* keeps one momentum instead of two moments for the matrices of the layers (Jordan et
+# al. 2024); here the other parameters use AdamW.
 
 # %% tags=["picture"]
 show(*pictures.states_by_recipe(count_params(llama)))
@@ -193,9 +197,10 @@ show(*pictures.states_by_recipe(count_params(llama)))
 #
 # The model states of a small model fit easily, and yet it can run out of memory, because a step
 # also needs memory for each *token*. To compute gradients, the backward pass needs intermediate
-# results of the forward pass: the gradient of $w$ in $y=xw$ is $x^\top dy$, and so $x$ must still
-# be there. Autograd therefore keeps such tensors from forward until backward has used them. They
-# are called *saved tensors*, or *activations*.
+# results of the forward pass: the gradient of $w$ in $y=xw$ is $x^\top dy$, where $dy$ is the
+# gradient of the loss with respect to $y$. So $x$ must still be there. Autograd therefore keeps
+# such tensors from forward until backward has used them. They are called *saved tensors*, or
+# *activations*.
 #
 # How much is that for one small operation? Take `y = gelu(x @ w)`, with `x` of shape `[8, 64]` and
 # `w` of shape `[64, 256]`, both in fp32. `x` and `w` exist anyway. How many bytes does autograd
@@ -219,17 +224,16 @@ print("kept:", *kept)
 # derivative of GELU is computed. The matrix product keeps `x`, which costs nothing here because `x`
 # existed already. The *output* of GELU is not kept; it would be, if a later operation needed it.
 #
-# ### Exercise 3 (core): weigh what is saved
+# ### Exercise 3 (core): measure what is saved
 #
 # *Difficulty 3 of 5, importance 4 of 5, about 15 minutes and 4 lines.*
 #
 # Measure the bytes that autograd keeps. It calls `pack(tensor)` for each tensor that an operation
 # saves, and keeps what `pack` returns. Views share the **storage** of their tensor, and even a
-# small view keeps all of it alive: count each storage once, in full. `tensor.untyped_storage()`
-# has an address, `data_ptr()`, and a size, `nbytes()`. You write only `pack`. It enters each new
-# storage into `kept` (address: bytes), except those in `skip`, the addresses of `params`, and
-# returns the tensor unchanged. For `gelu(x @ w)` above, with `[x, w]` as `params`, the result is
-# 8,192.
+# small view keeps it alive: count each storage once, in full. `tensor.untyped_storage()` has an
+# address, `data_ptr()`, and a size, `nbytes()`. Write `pack`: it notes each storage's bytes in
+# `kept`, under the storage's address, and returns the tensor unchanged. Omit storages of `params`:
+# `skip` has their addresses. For `gelu(x @ w)` with `params` `[x, w]`, the result is 8,192.
 #
 # <details><summary>Hint: I count a tensor twice, or a parameter</summary>
 # A view may start at another address. Which address do all views of one tensor share?</details>
@@ -294,11 +298,11 @@ check("memory-3", weigh)
 # *Difficulty 4 of 5, importance 5 of 5, about 20 minutes and 8 lines.*
 #
 # Return the bytes that this layer saves, as a dict of ints. `norms`: their inputs. `attention`:
-# what products of steps 1 to 3 save, without scores. `scores`: all that step 2 saves with one
-# number per head and pair of tokens, its mask included. `mlp`: what step 4 saves from its first
-# to its last product, GELU included. `masks`: the two dropout masks of steps 3 and 4. A number
-# takes `number_bytes`, in a mask 1 byte. Example in bf16: one token, one head, $h=2$, $f=8$ gives
-# norms 8, attention 20, scores 5, mlp 36, masks 4.
+# inputs of products in steps 1 to 3 with one vector per token, each once. `scores`: tensors with
+# one number per head and pair of tokens, mask included. `mlp`: what step 4 saves from its first to
+# its last product. `masks`: the two others. A number takes `number_bytes`, in a mask 1 byte.
+# Example in bf16: one token, one head, $h=2$, $f=8$ gives norms 8, attention 20, scores 5, mlp 36,
+# masks 4.
 #
 # <details><summary>Hint: attention is too large</summary>
 # q, k and v are three products, but of how many different tensors? Softmax's output is part of the
@@ -337,11 +341,10 @@ check("memory-4", layer_bytes)
 show(*pictures.layer_tensors(gpt2, batch=8, seq=1024))
 
 # %% [markdown]
-# Add up the bars. In bf16, the tensors with one number per token and channel have $34\,sbh$ bytes:
-# 4 for the norms, 10 for attention, 18 for the MLP and 2 for the masks. The scores have $as^2b$
-# entries, and each of them takes 2 bytes after softmax, 1 byte in the mask and 2 bytes after
-# dropout: $5\,as^2b$ bytes. If we put $sbh$ outside the brackets, we get the formula of Korthikanti
-# et al. 2022 (section 4.1):
+# Add up the bars. In bf16, all tensors except the scores take $34\,sbh$ bytes together: 4 for the
+# norms, 10 for attention, 18 for the MLP and 2 for the masks. The scores have $as^2b$ entries, and
+# each of them takes 2 bytes after softmax, 1 byte in the mask and 2 bytes after dropout: $5\,as^2b$
+# bytes. Factoring out $sbh$ gives the formula of Korthikanti et al. 2022 (section 4.1):
 #
 # $$ 34\,sbh + 5\,as^2b = sbh\left(34 + 5\,\frac{a s}{h}\right) \text{ bytes per layer} $$
 #
@@ -355,10 +358,11 @@ show(*pictures.layer_tensors(gpt2, batch=8, seq=1024))
 #
 # $$ sbh\left(12 + 4\,\frac{\text{kv hidden}}{h} + 8\,\frac{f}{h}\right) \text{ bytes,} $$
 #
-# which is $41\,sbh$ for Llama 3 8B. Here *kv hidden* is the number of values per token in k (or
-# in v). The 12 stands for six tensors of $h$ numbers per token, 2 bytes each: the inputs of the
-# two norms, the common input of q, k and v, the input of `out`, the input of the MLP, and q
-# itself. (PyTorch's RMSNorm can save more than its input; we measure with LayerNorm.)
+# which is $41\,sbh$ for Llama 3 8B. Here *kv hidden* is the number of values per token in k (or in
+# v). The 12 stands for six tensors of $h$ numbers per token, 2 bytes each: the inputs of the two
+# norms, the common input of q, k and v, the input of `out`, the input of the MLP, and q itself. The
+# 4 stands for k and v, and the 8 for the four tensors of the MLP. (PyTorch's RMSNorm can save more
+# than its input; we measure with LayerNorm.)
 #
 # In general a layer saves $sbh(c+d\,as/h)$ bytes; the GPT layer above has $c=34$ and $d=5$.
 
@@ -381,15 +385,16 @@ for name, (spec, how) in layers.items():
 
 # %% [markdown]
 # The small differences are statistics that the norms and flash attention save, a few numbers per
-# token. The option `TORCH_CPU` below counts them, too.
+# token. In the next cells the formula is called with `kernels=TORCH_CPU`, which counts them, too.
 #
 # The term $5\,as/h$ has the sequence length in it, so the memory of the scores grows with its
 # *square*. *Flash attention* (Dao et al. 2022) avoids this: it computes the scores tile by tile,
 # uses each tile at once, and never stores all of them; in the backward pass it computes them again.
 #
-# To see the difference, we compare three sources in fp32 and without dropout. The formula and a
-# *simulation* go up to 4,096 tokens. The simulation runs the real model on *fake tensors*, which
-# have a shape but no numbers, so that it needs no memory. We measure real tensors up to 512 tokens.
+# To see the difference, we compute the saved bytes in three ways, in fp32 and without dropout: by
+# the formula, by a *simulation*, and by a measurement. The formula and the simulation go up to
+# 4,096 tokens. The simulation runs the real model on *fake tensors*, which have a shape but no
+# numbers, so that it needs no memory. We measure real tensors up to 512 tokens.
 
 
 # %%
@@ -438,8 +443,9 @@ show(*pictures.saved_by_sequence(seqs, saved))
 #
 # We know now how large each kind of memory is. But the kinds are not all there at the same time,
 # and a step runs out of memory at its fullest moment. So we have to know when memory is at its
-# peak. A model trains for four steps with AdamW, one micro-batch per step. In which step is the
-# peak first reached?
+# peak. A model trains for four steps with AdamW, one micro-batch per step. `LiveLedger` notes how
+# many bytes of each kind are held: when forward starts, after each layer's forward, during
+# backward, and before and after the optimizer's step. In which step is the peak first reached?
 
 # %% tags=["predict"]
 guess = predict("the peak is first reached in step")
@@ -449,7 +455,7 @@ guess = predict("the peak is first reached in step")
 from course_lib.memory.saved_tensors import LiveLedger
 
 tokens, targets = next_tokens(token_batch(0, batch=2, seq=128, vocab=small.vocab))
-untied = replace(small, tied=False)
+untied = replace(small, tied=False)  # so each parameter is used once
 torch.manual_seed(0)
 model = GPT(untied)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -470,13 +476,14 @@ show(*pictures.first_steps(live.ledger))
 # pass runs without them, so step 2 is the first in which moments and all activations are there
 # together. This is why a job can survive its first step and fail in the second.
 #
-# The formula can play the same four steps. It agrees with the measurement at every recorded time:
+# The formula can predict the same four steps. It agrees with the measurement at every recorded
+# time:
 
 # %% tags=["check"]
 played = step_ledger(untied, 2, 128, recipe="fp32", kernels=TORCH_CPU)
 for kind, held in played.bytes_by_kind.items():
     same = held == live.ledger.bytes_by_kind[kind]
-    print(f"{kind:<12} most {max(held):>11,} B, equal at all {len(held)} times: {same}")
+    print(f"{kind:<12} peak {max(held):>11,} B, equal at all {len(held)} times: {same}")
 
 # %% [markdown]
 # Look at one step in the picture. Activations (blue) grow during forward. During backward they
@@ -537,7 +544,8 @@ with LiveLedger(model, optimizer, given=[tokens, targets]) as leaking:
     for _ in range(4):
         loss = token_loss(model(tokens), targets)
         losses.append(loss)  # should be loss.item(), under no_grad
-reveal(guess, max(leaking.ledger.totals()) <= 1.5 * leaking.ledger.totals()[5])
+one_graph = leaking.ledger.totals()[5]  # step 2 begins, and the graph of step 1 is there
+reveal(guess, max(leaking.ledger.totals()) <= 1.5 * one_graph)
 show(*pictures.graphs_kept(leaking.ledger, len(losses)))
 losses.clear()
 
@@ -549,8 +557,9 @@ losses.clear()
 # ## 6 What fits, and models that do not
 #
 # Section 2 left a problem: the model states of an 8B model alone are larger than an 80 GiB GPU.
-# The methods of this course reduce memory in three ways. Only the last two make model states
-# smaller. You will build each of them later; here you see what they do to memory.
+# Here are three methods of this course that reduce memory; you will build each of them later. Only
+# the last two make model states smaller. (So does pipeline parallelism, lesson 08, which divides
+# the layers.)
 #
 # - *Recompute* (lesson 03) drops activations in forward and computes them again in backward.
 # - *ZeRO* (lesson 09) divides the model states over several GPUs (*ranks*), which would otherwise
@@ -580,9 +589,9 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 # ## 7 What other tools say
 #
 # Our formula predicts the bytes of a rank; others have built tools for the same question.
-# Accelerate and DeepSpeed have estimators, and PyTorch has a tracker that follows every tensor of
-# real steps. Before you trust one of them, find out what it counts. For two sequences of 256 tokens
-# they say:
+# Accelerate and DeepSpeed have estimators, and PyTorch has a tracker, `MemTracker`, that follows
+# every tensor of real steps. Before you trust one of them, find out what it counts. For two
+# sequences of 256 tokens they say:
 
 # %% tags=["measured"]
 from course_lib.memory.estimators import all_estimates, estimates_text, tracker_gap
@@ -597,21 +606,24 @@ for name, size in (gap | {"unexplained": more - sum(gap.values())}).items():
     print(f"    {name:<26}{size:>10,} B")
 
 # %% [markdown]
-# Accelerate prints the *largest* of its entries `model`, `gradients`, `optimizer` and `step`, not
-# their sum. DeepSpeed assumes fp32 gradients beside the bf16 ones, and so 20 bytes per parameter.
-# Neither of the two counts activations. PyTorch's tracker counts everything: also temporary
-# tensors, the batch and the loss. Apart from these it agrees with our formula to the byte.
+# Accelerate prints the *largest* of its entries `model`, `gradients`, `optimizer` and `step`. In
+# float32 that is `step`, 16 bytes per parameter; in bfloat16 it is `optimizer`, 8 bytes, half of
+# what the usual recipe needs. DeepSpeed assumes fp32 gradients beside the bf16 ones, and so 20
+# bytes per parameter. Neither of the two counts activations. PyTorch's tracker counts everything:
+# also temporary tensors, the batch and the loss. Apart from these it agrees with our formula to the
+# byte.
 #
 # **Memory estimators answer different questions: before you compare two of them, list the kinds of
 # memory that each one counts.**
 #
 # ## 8 Further: memory that is reserved but not used
 #
-# On a real GPU, `nvidia-smi` shows more than all these sums. The CUDA context, workspaces of
-# libraries, and NCCL's buffers take memory. So does PyTorch's *caching allocator*. Requests to the
-# driver are slow, so the allocator takes large *segments* from it once (memory that is *reserved*),
-# hands out blocks of them to tensors (memory that is *allocated*), and keeps blocks that are freed
-# for later requests.
+# On a real GPU, `nvidia-smi` shows more than all these sums. The CUDA context (the driver's own
+# data for each process), the work space of libraries such as cuBLAS, and the buffers of NCCL,
+# NVIDIA's library for communication between GPUs, take memory. So does PyTorch's *caching
+# allocator*. Requests to the driver are slow, so the allocator takes large *segments* from it once
+# (memory that is *reserved*), hands out blocks of them to tensors (memory that is *allocated*), and
+# keeps blocks that are freed for later requests.
 #
 # This is fast, but it can fail although enough memory is free. The cell below simulates an
 # allocator on a GPU of 80 MiB. It allocates eight blocks of 8 MiB, frees every second one, and then
@@ -631,13 +643,14 @@ gpu.allocate(16 * MIB)
 
 # %% [markdown]
 # More than half of the reserved memory is free, but in pieces that are each too small. This is
-# *fragmentation*. The second line shows why reserved memory alone proves nothing: a tensor that
-# grows by `torch.cat`, as a cache of keys and values does, fits into none of its former blocks,
-# so reserved memory grows faster than the tensor. These segments are wholly free, and the
-# allocator gives them back before it fails.
+# *fragmentation*. The second line shows that much reserved memory is not yet fragmentation. A
+# tensor that grows by `torch.cat`, as a cache of keys and values does, is copied into a larger
+# block each time, and the old block is too small for the next copy. So reserved memory grows faster
+# than the tensor. But here whole segments are free, and the allocator returns such segments to the
+# driver before it reports an error.
 #
 # **If an out-of-memory error reports at least as much memory "reserved but unallocated" as the
-# request needs, the cause is fragmentation.** Try the environment variable
+# request needs, the likely cause is fragmentation.** Try the environment variable
 # `PYTORCH_ALLOC_CONF=expandable_segments:True` (older versions of PyTorch:
 # `PYTORCH_CUDA_ALLOC_CONF`).
 #

@@ -10,14 +10,16 @@
 # - count the FLOP of a training step, exactly and by the rule $6ND$;
 # - compute an MFU, and say when two published MFUs can be compared;
 # - place an operation on a roofline: is it memory-bound or compute-bound?
-# - say how many tokens a rank needs so that its messages can hide behind its computation.
+# - say how many tokens a rank needs so that its messages can hide behind its computation;
+# - say what experts change: bytes follow all parameters, FLOP the active ones.
 #
-# **Prerequisites:** lesson 01. **Time:** about 35 minutes of reading and running, 25 of exercises.
+# **Prerequisites:** lesson 01. **Time:** about 40 minutes of reading and running, 25 of exercises.
 # Exercise 1 is *core*, exercise 2 goes *further*.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $N$ | `num_params` | parameters |
+# | $N_\text{active}$ | `active` | parameters that one token uses |
 # | $D$ | `tokens` | tokens in a step, on all ranks |
 # | $t$ | | tokens in a step on one rank |
 # | $h$ | `hidden` | hidden size: numbers per token between layers |
@@ -36,6 +38,7 @@ from course_lib.checks import check
 from course_lib.core import MODELS
 from course_lib.core.units import format_bytes
 from course_lib.cost.hardware import DEVICES
+from course_lib.cost.published import rows
 from course_lib.display import predict, reveal, show
 from course_lib.memory import count_params
 from course_lib.speed import forward_flop, mfu, pictures, roof_of, six_n_d, train_step_flop
@@ -92,8 +95,12 @@ for seq in (2048, 8192, 32768, 131072):
 # The mask hides half of the scores: no token attends to later ones. Some count *all* scores, as if
 # nothing were masked (Narayanan et al. 2021, appendix; Chowdhery et al. 2022, appendix B). Others
 # count *half*, which is what a causal kernel computes (Dao 2023, section 4.1). The course counts
-# all, unless it says `causal`. (Where the table has a plus sign, $6ND$ is too *high*: it counts the
-# embedding, which multiplies nothing in this untied model.)
+# all, unless it says `causal`. Up to which length of a sequence is $6ND$ good enough? In a GPT
+# layer, each of the two attention products takes $2sh$ FLOP per token in forward if all scores
+# count, so together they take $12sh$ in a step. The matrices take $6\cdot12h^2=72h^2$. The scores
+# therefore add a share of $s/(6h)$, or half of it in the other convention. (Where the table has a
+# plus sign, $6ND$ is too *high*: it counts the embedding, which multiplies nothing in this untied
+# model.)
 #
 # ### Exercise 1 (core): the FLOP of a step
 #
@@ -122,7 +129,7 @@ def step_flop(spec, batch, seq, causal):
 check("speed-1", step_flop)
 
 # %% [markdown]
-# **A step of $D$ tokens takes about $6ND$ FLOP as long as sequences are short. For longer
+# **A step of $D$ tokens takes about $6ND$ FLOP as long as $s$ is far below $6h$. For longer
 # sequences, add the attention scores, and say whether you count all of them or half.**
 #
 # ## 2 How busy is the GPU?
@@ -163,11 +170,14 @@ print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share
 
 # %% tags=["picture"]
 show(*pictures.mfu_of_real_runs())
+top = max(rows("llm_foundry"), key=lambda run: float(run["MFU"] or 0))
+print(f"LLM Foundry's highest MFU: {top['MFU']} %, {top['Model']} on {top['# GPUs']} {top['GPU']}")
 
 # %% [markdown]
-# None of these runs reaches 60 % of the peak. But be careful when you compare the stars. The next
-# picture shows published runs of one 7B model on 8 H100s. Each throughput was measured once; only
-# the count of FLOP differs between the three curves.
+# None of these stars reaches 60 % of the peak, and the best run in all tables of LLM Foundry is
+# only a little above it. But be careful when you compare the stars. The next picture shows
+# published runs of one 7B model on 8 H100s. Each throughput was measured once; only the count of
+# FLOP differs between the three curves.
 
 # %% tags=["picture"]
 show(*pictures.mfu_by_convention())
@@ -309,7 +319,9 @@ reveal(guess, h100.peak() / nodes.ring(groups["one GPU per node"]).bytes_per_s)
 #
 # $$ \frac{72\,h^2/p}{16\,h\,(p-1)/p} = \frac92\,\frac{h}{p-1} \text{ FLOP per byte} $$
 #
-# for any number of tokens: here more tokens do not help, but a wider model does.
+# for any number of tokens: here more tokens do not help, but a wider model does. The ratio says
+# only what *could* be hidden. In the simple version of tensor parallelism, the next product needs
+# the sum, so its all-reduces are exposed however wide the model is (lesson 07).
 #
 # ### Exercise 2 (further): tokens that hide a link
 #
@@ -344,6 +356,60 @@ check("speed-2", tokens_needed)
 # link bandwidth. For data parallelism and FSDP, FLOP per byte grow with the tokens per rank, and
 # are fewer if gradients are reduced in fp32; for tensor parallelism, they grow with the width of
 # the model.**
+#
+# ## 5 Experts: bytes without FLOP
+#
+# So far, $N$ has cancelled: a dense model computes 6 FLOP per token for each parameter that it
+# stores and sends. Many models of today break this rule on purpose. In place of one MLP, a layer
+# has many small ones, its *experts*, and a *router* that sends each token to a few of them.
+# We say that a model has $N$ parameters, of which a token uses $N_\text{active}$. Here
+# are two models that cost about as many FLOP per token:
+
+# %%
+from course_lib.cost.params import active_params
+
+for name in ("llama2-13b", "mixtral-8x7b"):
+    spec = MODELS[name]
+    num_params, active = count_params(spec), active_params(spec)
+    sizes = f"{num_params / 1e9:4.1f} billion parameters, {active / 1e9:.1f} active"
+    cost = f"{6 * active / 1e9:.0f} GFLOP per token, {16 * num_params / 1e9:.0f} GB of states"
+    print(f"{name:12} {sizes}: {cost}")
+
+# %% [markdown]
+# Now train Mixtral with FSDP on the eight H100s of one node. A dense model needed 2,199 tokens per
+# rank to hide its messages. FSDP gathers *all* experts of a layer, whichever of them are used. How
+# many tokens per rank does Mixtral need?
+
+# %% tags=["predict"]
+guess = predict("tokens per rank for Mixtral, in one node", unit="tokens")
+### GUESS guess.commit(2000)
+
+# %% tags=["picture"]
+dense = h100.peak() / nodes.ring(range(8)).bytes_per_s
+mixtral = MODELS["mixtral-8x7b"]
+reveal(guess, dense * count_params(mixtral) / active_params(mixtral))
+show(*pictures.bytes_against_flop())
+
+# %% [markdown]
+# A rank receives $2N$ bytes but computes only $2N_\text{active}$ FLOP per token, so it needs
+# $N/N_\text{active}$ times as many tokens. Everything that is counted in bytes (memory, messages,
+# checkpoints) follows $N$; everything that is counted in FLOP follows $N_\text{active}$. This is
+# why models with experts are divided differently: in *expert parallelism* each rank keeps some
+# experts, and the tokens travel to them.
+#
+# Models of today differ from GPT-2 in three smaller ways, and `course memory --model config.json`
+# counts them all:
+#
+# - **Heads have a size of their own** (`head_dim`). In Qwen3-0.6B, 16 heads of 128 numbers make
+#   2,048, twice the hidden size: its attention has twice the weights and twice the FLOP for scores
+#   that heads of $h/16$ numbers would have.
+# - **Queries and keys are normed** (QK norm): 256 weights per layer, but the norms save their
+#   inputs for backward, as every norm does.
+# - **Some layers have a sliding window**: a token attends to the last 4,096 tokens, say. Scores and
+#   the keys and values that generation keeps stop growing with the sequence in these layers.
+#
+# **Bytes follow all parameters, FLOP follow the active ones. A model with experts has more bytes
+# per FLOP by $N/N_\text{active}$, and each of its limits by memory or links is that much closer.**
 #
 # ## Read on
 #

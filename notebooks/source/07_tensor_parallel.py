@@ -44,12 +44,13 @@ from course_lib.tensor_parallel import copy_to_region, pictures, reduce_from_reg
 # %% [markdown]
 # ## 1 Two ways to split a matrix
 #
-# Data parallelism gives every rank a copy of the whole model. This does not help if one layer is
-# too large for a GPU, or if a single sequence already takes too long. Tensor parallelism therefore
-# splits the matrices themselves.
+# Data parallelism gives every rank a copy of the whole model. This does not help if the model is
+# too large for a GPU, or if a step takes too long with even one sequence per rank. Tensor
+# parallelism therefore splits the matrices themselves.
 #
-# Take an MLP, $Y = \text{GELU}(XA)\,B$, and call the input of its second matrix $Z =
-# \text{GELU}(XA)$. One matrix can be split over $p$ ranks in two ways:
+# Take an MLP, $Y = \text{GELU}(XA)\,B$, where $X$ has one row for each token, $A$ has the shape
+# $[h, f]$ and $B$ the shape $[f, h]$. Call the input of its second matrix $Z = \text{GELU}(XA)$.
+# One matrix can be split over $p$ ranks in two ways:
 #
 # - By **columns**: rank $r$ holds some columns $A_r$. From the whole $X$ it computes $XA_r$, which
 #   are some *complete* columns of the product.
@@ -82,27 +83,28 @@ print(f"summed in Llama-8B, 4096 tokens in bf16: {4096 * llama.hidden * 2 / 2**2
 show(*pictures.split_mlp(4))
 
 # %% [markdown]
-# GELU acts on each value separately, so a rank can apply it to its own columns of $XA$. These
-# columns are exactly the input that its rows of $B$ need:
+# GELU acts on each value separately, so a rank can apply it to its own columns of $XA$. The result
+# is $Z_r = \text{GELU}(XA_r)$, exactly the columns of $Z$ that its rows of $B$ need. Every entry of
+# $ZB$ is a sum over the $f$ inner values, and each rank adds up the terms of its own values:
 #
-# $$ \text{GELU}(XA)\,B = \sum_r \text{GELU}(XA_r)\,B_r . $$
+# $$ \text{GELU}(XA)\,B = \sum_r Z_r B_r = \sum_r \text{GELU}(XA_r)\,B_r . $$
 #
-# Only the last sum needs other ranks.
+# Only this sum over $r$ needs communication.
 #
 # Why not split $A$ by rows? Each rank would have a partial sum of $XA$. GELU is not linear:
 # $\text{GELU}(u + v)$ is not $\text{GELU}(u) + \text{GELU}(v)$. So the ranks would have to
-# communicate *between* the two matrices, too: $f$ values per token, where the sum at the end has
-# $h$.
+# add up $XA$ *before* GELU, in one more all-reduce. It would have $f$ values per token, while the
+# all-reduce at the end has only $h$.
 #
-# **Split the first matrix by columns and the second by rows. If what stands between them is
+# **Split the first matrix by columns and the second by rows. If the operation between them is
 # elementwise, forward needs one all-reduce, of an activation; no weights are sent.**
 #
 # ## 2 The backward pass: f and g
 #
 # The forward pass is right. But autograd sees only what its own rank computes; it does not know
 # that other ranks used the same $x$. Does this matter? Let rank $r$ multiply the same $x$ by
-# $10^r$, and let the loss be the sum over all 4 ranks. The derivative of this loss is
-# $1 + 10 + 100 + 1000 = 1111$. What is `x.grad` on rank 2?
+# $10^r$, and let the loss be the sum of these products over all 4 ranks. The derivative of this
+# loss with respect to $x$ is $1 + 10 + 100 + 1000 = 1111$. What is `x.grad` on rank 2?
 
 # %% tags=["predict"]
 guess_grad = predict("x.grad on rank 2")
@@ -128,14 +130,17 @@ reveal(guess_grad, found[2])
 # \Big(\frac{\partial y_r}{\partial x}\Big)^{\!T} \frac{\partial L}{\partial y_r} . $$
 #
 # Autograd on rank $r$ computes the term of $r$. A tensor that is used $p$ times receives $p$
-# gradient terms, and here they are on $p$ ranks, so an all-reduce has to add them up. The sum at
-# the end of the MLP is the opposite case. In $Y = \sum_r Y_r$ each term has the derivative 1:
+# gradient terms, and here they are on $p$ ranks, so an all-reduce has to add them up.
 #
-# $$ \frac{\partial L}{\partial Y_r} = \frac{\partial L}{\partial Y} , $$
+# The sum at the end of the MLP is the opposite case. In $Y = \sum_r Y_r$, where $Y_r = Z_r B_r$ is
+# the partial sum of rank $r$, each term has the derivative 1:
 #
-# which every rank already has. Shoeybi et al. (2019, section 3) call these two boundaries **f** and
-# **g**: f is the identity in forward and an all-reduce in backward, and g is the reverse. One
-# rank's passes through both look like this:
+# $$ \frac{\partial L}{\partial Y_r} = \frac{\partial L}{\partial Y} . $$
+#
+# Every rank computes the same loss from the same $Y$, so it already has this gradient, and backward
+# needs no communication here. Shoeybi et al. (2019, section 3) call these two boundaries **f** and
+# **g**: f is the identity in forward and an all-reduce in backward, and g is the reverse. The
+# picture follows one rank through both of them, first in forward, then in backward:
 
 # %% tags=["picture"]
 show(*pictures.f_and_g())
@@ -260,17 +265,18 @@ check("tensor_parallel-2", SplitMLP)
 #
 # ## 3 Attention: whole heads
 #
-# The MLP could be split because GELU treats each value separately. Attention has a softmax over the
-# scores of many tokens in the same place. How can it be split without a collective in the middle?
+# The MLP could be split because GELU treats each value separately. In attention a softmax takes the
+# place of GELU, and it is not elementwise: each of its outputs depends on the scores of many
+# tokens. How can attention be split without a collective in the middle?
 #
 # The answer is its heads. Each head computes its queries, keys, values and scores without the other
-# heads, and only the output projection `out` mixes them. So we use the same pair of splits:
-# queries, keys and values by columns, `out` by rows. A *head* itself stays on one rank. Its scores
-# are dot products over the whole head, and a rank with half a head would have to communicate before
-# the softmax.
+# heads, and only the output projection `out` mixes them. So we use the same pair of splits: the
+# projections to queries, keys and values by columns, and `out` by rows. But a column split must not
+# cut through a head. Its scores are dot products over all values of the head, so a rank with half a
+# head would have to communicate before the softmax.
 #
-# Some code bases keep the three projections in one tall matrix, $Q$ above $K$ above $V$. In
-# grouped-query attention $K$ and $V$ have fewer heads than $Q$.
+# Some code bases keep the three projections in one tall matrix: the rows of $Q$, then those of $K$,
+# then those of $V$. In grouped-query attention $K$ and $V$ have fewer heads than $Q$.
 #
 # ### Exercise 3 (further): which rows?
 #
@@ -304,17 +310,18 @@ check("tensor_parallel-3", rows_of_rank)
 
 # %% [markdown]
 # **Attention is split by heads, and a head stays on one rank. With 8 key-value heads, as in
-# Llama-8B, more than 8 ranks need copies of them.**
+# Llama-8B, this works for up to 8 ranks; with more, several ranks must hold copies of the same
+# key-value head.**
 #
 # ## 4 The vocabulary
 #
 # The blocks are split. What is left are the embedding and the output layer, which in Llama-8B are
 # the two largest matrices. The embedding is split by vocabulary entries: a rank looks up the tokens
-# that it has, uses zeros for the others, and g adds up the results. The output layer is split by
-# columns, with f in front, so each rank computes *some* of the logits. But the softmax in the loss
-# needs a sum over all of them. Do the ranks have to gather the logits?
+# whose rows it holds, uses zeros for the others, and g adds up the results. The output layer is
+# split by columns, with f in front, so each rank computes *some* of the logits. But the softmax in
+# the loss needs a sum over all of them. Do the ranks have to gather the logits?
 #
-# For a target $t$, the loss is
+# For one token with the logits $z$ and the target $t$, the loss is
 #
 # $$ -\log \text{softmax}(z)_t = -\log \frac{e^{z_t}}{\sum_v e^{z_v}}
 # = \log \sum_v e^{z_v} - z_t . $$
@@ -324,8 +331,9 @@ check("tensor_parallel-3", rows_of_rank)
 #
 # $$ -\log \text{softmax}(z)_t = \log \sum_v e^{z_v - m} - (z_t - m) . $$
 #
-# Each rank can compute its own maximum and its own part of the sum, and one rank has $z_t$. So only
-# three values per token have to be combined (Shoeybi et al. 2019, section 3).
+# Each rank can compute the maximum of its own logits and its own part of the sum, and one rank has
+# $z_t$. So only three values per token have to be combined: the maximum, the sum, and the target's
+# logit (Shoeybi et al. 2019, section 3).
 #
 # ### Exercise 4 (further): the loss of split logits
 #
@@ -395,9 +403,10 @@ for name, size in {"whole": vocab, "split": vocab // p}.items():
 #
 # ## 5 A whole GPT
 #
-# Now all parts of a GPT can be split. `parallelize(model, mesh)` splits a whole one, in place. The
-# *mesh* says which ranks share the model. The model then returns split logits, and
-# `parallel_token_loss` is the loss of exercise 4. Does this model train like one process?
+# Now all parts of a GPT can be split. `parallelize(model, mesh)` splits a whole GPT, in place. The
+# *mesh* says which ranks share the model; here it contains all of them. Each rank's model then
+# returns its part of the logits, and `parallel_token_loss` is the loss of exercise 4. Does this
+# model train like the whole model in one process?
 
 # %%
 from course_lib.tensor_parallel import gather_tensors, parallel_token_loss, parallelize
@@ -437,15 +446,15 @@ print(f"100 steps in float64: the losses differ by at most {max(apart):.1e}")
 # The difference is rounding. The ranks add the same terms in another order, and in floating-point
 # arithmetic the order changes the last digits.
 #
-# What does a rank hold? The matrices are split. Norms, positions, and biases that are added after a
-# sum are whole on every rank, so its part is a little more than $1/p$.
+# What does a rank hold? The matrices are split. Norms, positions, and biases that are added after
+# an all-reduce are whole on every rank, so a rank holds a little more than $1/p$ of the parameters.
 #
 # And what does it send? The tiny GPT has 2 layers. In each layer, attention and MLP both need one
 # all-reduce in forward (g) and one in backward (f), so a layer has four. The embedding adds one
 # in forward (g), and the output layer one in backward (f). The loss needs one for the maximum,
 # and then the sums. The course's loss puts the two sums into one tensor, so it needs two
-# all-reduces, where exercise 4 may use three. `cost.tensor_traffic` writes this list down; the
-# next cell compares it with what the ranks have sent.
+# all-reduces, where exercise 4 may use three. `cost.tensor_traffic` returns the list of these
+# calls; the next cell compares it with the calls that the ranks really make.
 
 # %%
 BATCH = next_tokens(token_batch(0, batch=2, seq=64, vocab=256))
@@ -467,10 +476,11 @@ print(f"a rank of 4 holds {held[2][0] / held[0][0]:.3f} of all; a step has {len(
 
 # %% [markdown]
 # PyTorch splits a model with `DTensor` and a *plan*, a dict from the names of layers to the way in
-# which each is split. The next cell does so with the same model, untied. PyTorch needs more
-# all-reduces, for two reasons: its loss uses three where the course's uses two, and in this plan q,
-# k and v each sum their own input gradient. The course adds the three gradients on each rank first,
-# and then sums once.
+# which each is split. The next cell does so with the same model, here with separate parameters for
+# the embedding and the output layer. PyTorch needs more all-reduces, for two reasons. Its loss uses
+# three where the course's uses two. And in this plan q, k and v each have an f of their own, so
+# their three input gradients are all-reduced separately. The course first adds the three gradients
+# on each rank, and then all-reduces once.
 
 # %%
 from torch.distributed.tensor import DTensor, Replicate, parallel
@@ -519,7 +529,7 @@ for name in ["this course"] + ["Megatron-Core"] * (not missing("megatron.core"))
 # All ranks hold the residual stream, so dropout must draw *the same* mask for it on all of them.
 # The heads of attention are split. Here the masks must differ, because one process would also
 # draw another mask for each head. Suppose that we try the simplest way: each of two ranks starts
-# with a *different* seed. Are the weights of the norms, which both hold, still equal after 5
+# with a *different* seed. Are the weights of the norms, which both ranks hold, still equal after 5
 # steps?
 
 # %% tags=["predict"]
@@ -551,16 +561,20 @@ reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 # gradients for the norms, and changes them differently. The printed losses do not show it, but the
 # ranks no longer hold *one* model.
 #
-# There are two solutions. With the course's `ShardedDropout`, every rank draws the mask of all
-# heads from the same seed, as one process would, and keeps its part. Megatron-LM has a second
-# random state for split tensors, whose seed depends on the rank.
+# No choice of seeds solves this. With a different seed on each rank, the masks differ on the
+# residual stream, too; with the same seed on all ranks, they are equal on the heads, too. There are
+# two solutions. With the course's `ShardedDropout`, all ranks have the same seed. Every rank draws
+# the mask of all heads, as one process would, and uses the part for its own heads. Megatron-LM has
+# two random states: one with the same seed on all ranks, and one for split tensors, whose seed
+# depends on the rank.
 #
 # **Dropout masks must be equal on tensors that all ranks hold, and independent on split ones.**
 #
 # ## 7 What it costs
 #
-# The split model computes the right numbers with $1/p$ of the memory for matrices. Now the price:
-# each layer has four all-reduces that one GPU would not need. Is a layer on $p$ ranks still faster?
+# The split model computes the right numbers, and a rank needs only $1/p$ of the memory for
+# matrices. The price is communication: each layer has four all-reduces that one GPU would not need.
+# Is a layer on $p$ ranks still faster than on one?
 #
 # ### Exercise 5 (core): the price of a layer
 #
@@ -597,10 +611,11 @@ check("tensor_parallel-5", split_layer_s)
 # next matrix needs the sum. In backward there is other work. For a matrix that is split by columns,
 # backward computes two products: the gradient of the input, which f has to sum before the earlier
 # layers can go on, and the gradient of the **weights**, which nobody needs before the optimizer
-# step. So compute the input gradient, start its all-reduce, compute the weight gradient, and then
-# wait: `overlap=True` in `ColumnParallelLinear`.
+# step. So a rank can compute the input gradient, start its all-reduce, compute the weight gradient
+# meanwhile, and only then wait for the all-reduce. `ColumnParallelLinear` does this with
+# `overlap=True`.
 #
-# At most the shorter of the two can be hidden. If the weight gradient takes 30 ms and the
+# At most the shorter of the two times can be hidden. If the weight gradient takes 30 ms and the
 # all-reduce 20 ms, overlap saves 20 ms. The next cell measures it on two ranks and a slow emulated
 # link.
 
@@ -615,9 +630,9 @@ show(*pictures.overlapped_backward(runs, wire))
 # The results with and without overlap are equal bit for bit, because the ranks add the same numbers
 # in the same order. Megatron-LM overlaps by default.
 #
-# The all-reduces of forward can be hidden, too, if a product is cut into pieces: one piece is sent
-# while the next is computed. *User buffers* in Transformer Engine and *async TP* in PyTorch do
-# this.
+# The all-reduces of forward can be overlapped, too, if a matrix product is computed in pieces:
+# while one piece is sent, the next one is computed. *User buffers* in Transformer Engine and
+# *async TP* in PyTorch do this.
 #
 # ### When communication takes longer
 #
@@ -630,13 +645,14 @@ show(*pictures.overlapped_backward(runs, wire))
 # - **Communication.** A ring all-reduce of $n$ bytes sends $2n\,(p-1)/p$ bytes per rank, and in
 #   bf16 a token has $n = 2h$. The four all-reduces send $16\,h\,(p-1)/p$.
 #
-# The number of tokens cancels in the ratio:
+# Both are proportional to the number of tokens, so it cancels in their ratio:
 #
 # $$ \frac{72\,h^2 / p}{16\,h\,(p-1)/p} = \frac{9h}{2\,(p-1)} \text{ FLOP per byte.} $$
 #
-# A GPU computes $F$ FLOP/s and sends $\beta$ bytes/s. Apart from latency, communication takes
-# longer if the ratio is below $F/\beta$, that is, if $h < \frac{2}{9}(p-1)F/\beta$. More ranks and
-# faster GPUs need wider models; a larger batch does not change this.
+# A GPU computes $F$ FLOP/s and sends $\beta$ bytes/s. Divide the FLOP by $F$ and the bytes by
+# $\beta$ to get two times. Apart from latency, communication takes longer if the ratio is below
+# $F/\beta$, that is, if $h < \frac{2}{9}(p-1)F/\beta$. So more ranks, faster GPUs and slower links
+# all need a wider model; a larger batch does not help.
 
 # %% tags=["picture"]
 from course_lib.cost.hardware import H100
@@ -648,13 +664,13 @@ show(*pictures.width_picture())
 # %% [markdown]
 # A GPU that reaches only half its peak computes twice as long, so half this $h$ is enough for
 # computation to take longer. The stars are published runs: NVIDIA's models (16B to 462B), and the
-# 3B model of Tazi et al. (2025). NVIDIA's lie above NVLink's line, but below the lines of PCIe
-# and of one InfiniBand adapter: at the peak, their ranks would communicate longer than they
-# compute over these links.
+# 3B model of Tazi et al. (2025). NVIDIA's models lie above the line of NVLink, so on it they
+# compute longer than they communicate. They lie below the lines of PCIe and of one InfiniBand
+# adapter: with these links, communication would take longer, if the GPUs computed at their peak.
 #
-# The 3B model ($h=3072$ in nanotron) lies near NVLink's line at $p=8$, which is one node. On 16
-# ranks the all-reduces have to cross two nodes. Of the tokens/s per GPU on 8 ranks, what fraction
-# is left on 16?
+# The 3B model ($h=3072$ in nanotron) lies near NVLink's line at $p=8$, which is one node. With 16
+# ranks, every all-reduce has to cross from one node to the other. What fraction of the tokens/s per
+# GPU on 8 ranks is left on 16?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")
@@ -669,13 +685,14 @@ show(*pictures.h100_picture(h100))
 # The circles are the formula. It adds the time of the FLOP (at a speed fitted at $p=2$) and the
 # time of the bytes (at the bandwidths that Tazi et al. measured). Inside a node it is within 3 % of
 # the black stars, the runs without sequence parallelism (section 8). Across nodes these runs are
-# slower than the formula, which ignores, for example, norms and how slow thin matrices are.
-# Narayanan et al. (2021, section 3.2) advise tensor parallelism inside a node, and pipeline
-# parallelism across nodes.
+# slower than the formula. It ignores, for example, the norms, and that a GPU multiplies thin
+# matrices less efficiently. Narayanan et al. (2021, section 3.2) advise tensor parallelism inside a
+# node, and pipeline parallelism across nodes.
 #
-# Splitting also frees memory. The freed memory can hold more sequences. The number of messages
-# stays the same, so all sequences together pay the latency once. But the bytes grow with the
-# number of sequences. Compare one sequence with $p$ sequences:
+# Splitting also frees memory, which can hold the activations of more sequences. Does a larger batch
+# make communication cheaper? The number of messages stays the same, so all sequences together pay
+# the latency once. But computation and bytes both grow with the number of sequences. Compare one
+# sequence with $p$ sequences:
 
 # %% tags=["picture"]
 from course_lib.tensor_parallel.explorer import degree_explorer
@@ -688,18 +705,19 @@ degree_explorer()
 #
 # ## 8 Sequence parallelism
 #
-# Something is still not divided. Between g and the next f, all ranks compute and keep the same
-# values: norms, dropout, the residual stream. These operations treat each token separately, so the
-# ranks can split them by *tokens* (Korthikanti et al. 2022, section 4.2.2).
+# One part of the model is still not divided. Between g and the next f, all ranks compute and keep
+# the same values: the norms, dropout, and the residual stream. These operations treat each token
+# separately, so the ranks can split them by *tokens* (Korthikanti et al. 2022, section 4.2.2).
 #
-# The split matrices still need all tokens on every rank, so an **all-gather** replaces f. Behind
-# them, a rank needs the complete sum, but only for its own tokens: a **reduce-scatter** replaces g.
-# In backward each becomes the other.
+# The split matrices still need all tokens on every rank, so an **all-gather** replaces f. After
+# them, a rank needs the complete sum, but only for its own tokens, so a **reduce-scatter** replaces
+# g. Each of the two is the backward of the other (lesson 04). So in backward a reduce-scatter runs
+# in place of f, and an all-gather in place of g.
 #
 # The name has a second meaning. In DeepSpeed-Ulysses (Jacobs et al. 2023), "sequence parallelism"
 # splits the tokens in the whole layer, attention included, and no matrix is split. Before and after
-# attention, all-to-alls regroup the values, so that a rank attends to all tokens with some of the
-# heads. In this course that belongs to *context parallelism*.
+# attention, all-to-alls exchange the values, so that during attention a rank has all tokens, but
+# only some of the heads. This course counts that method as *context parallelism*.
 #
 # Forward now has two collectives where plain tensor parallelism has one. How many bytes does a rank
 # send, divided by the bytes of the plain version?
@@ -717,19 +735,19 @@ show(*pictures.sequence_region(4))
 
 # %% [markdown]
 # A ring all-reduce *is* a reduce-scatter, then an all-gather (lesson 04). Sequence parallelism
-# sends the same bytes, but moves the two halves apart. Now norms and dropout stand between them,
-# and each token is computed once instead of $p$ times.
+# sends the same bytes, but moves the two halves apart. Now dropout and the norms stand between
+# them, and they are computed once for each token instead of on all $p$ ranks.
 #
 # ### Exercise 6 (core): gather and scatter
 #
 # *Difficulty 4 of 5, importance 4 of 5, about 15 minutes.*
 #
-# Each rank holds $\lceil s/p \rceil$ tokens, in rank order; the last ones may be padding. Write
-# both collectives, and put them around `part`, a function that is called on the gathered tokens.
-# `Boundary.apply(x, function, adjoint)` returns `function(x)`; in backward it passes on
-# `adjoint(grad)`. About 10 lines. Example: of 3 tokens on 2 ranks, rank 1 holds one token and one
-# of padding, and `part` gets the 3 tokens. In the output and in the gradient of x, padding is
-# zero. Budget: one all-gather and one reduce-scatter in each pass.
+# Each rank holds $\lceil s/p \rceil$ tokens, in rank order; the last tokens may be padding. Write
+# both collectives, and put them before and after `part`, a function of all tokens.
+# `Boundary.apply(x, function, adjoint)` returns `function(x)`; in backward it computes the gradient
+# of x as `adjoint(grad)`. About 10 lines. Example: of 3 tokens on 2 ranks, rank 1 holds one token
+# and padding, and `part` gets the 3 tokens. In the output and in the gradient of x, padding
+# is zero. Budget: one all-gather and one reduce-scatter in each pass.
 #
 # <details><summary>Hint: the wrong tokens</summary>
 # Collectives on one tensor concatenate along dim 0; tokens are dim 1. Parts must be
@@ -789,8 +807,9 @@ check("tensor_parallel-6", in_region)
 # %% [markdown]
 # ### The memory
 #
-# How much does this save? Count what a GPT layer ($f=4h$, no grouped queries) keeps for backward in
-# bf16, in units of $sbh$ bytes (Korthikanti et al. 2022, section 4.1):
+# How much memory does this save? As in lesson 01, count what a GPT layer ($f=4h$, no grouped
+# queries) keeps for backward in bf16, in units of $sbh$ bytes (Korthikanti et al. 2022, section
+# 4.1):
 #
 # | kept for backward | $sbh$ bytes | divided by tensor parallelism |
 # |---|---|---|
@@ -802,20 +821,21 @@ check("tensor_parallel-6", in_region)
 #
 # Together these are **34**: 10 that stay whole, and 24 that tensor parallelism divides. The scores
 # of $a$ heads, which are divided as well, add $5as/h$ (softmax 2, dropout mask 1, output after
-# dropout 2). Sequence parallelism divides the 10, too:
+# dropout 2). Sequence parallelism divides the 10, too. The bytes of a layer on one rank, without
+# and with it:
 #
 # $$ sbh\left(10 + \frac{24}{p} + \frac{5as}{hp}\right) \;\to\;
 # \frac{sbh}{p}\left(34 + \frac{5as}{h}\right) $$
 #
-# But the gradient of a weight needs the *whole* input of its matrix, with the tokens of all ranks.
-# There are two ways to have it in backward:
+# There is one difficulty. The gradient of a weight is computed from the *whole* input of its
+# matrix, with the tokens of all ranks. There are two ways to have this input in backward:
 #
 # - **Keep it.** The course's layers do so without `overlap`. The two gathered inputs, $4\,sbh$, are
 #   then not divided.
 # - **Gather it again** in backward, while the input gradient is computed. Megatron-LM does so,
-#   and the course's layers with `overlap`. A rank keeps only its own tokens, but sends more. Four
-#   all-reduces are eight halves. Gathering the two inputs again adds two halves, so a rank sends
-#   10/8 = 5/4 of the bytes.
+#   and the course's layers with `overlap`. A rank keeps only its own tokens, but sends more. The
+#   four all-reduces of a layer are eight halves, each a gather or a reduce-scatter. Gathering the
+#   two inputs again adds two such halves, so a rank sends 10/8 = 5/4 of the bytes.
 #
 # The next cell measures a layer on 1, 2 and 4 ranks, beside the formula.
 
@@ -831,9 +851,9 @@ print(f"gathering again: {less:.2f} of the bytes kept, {more:.2f} times the byte
 show(*pictures.layer_memory(tiny, 2, 64, whole, kept))
 
 # %% [markdown]
-# Norms, positions, and biases that are added to a split residual stream have seen only the tokens
-# of their rank, so their gradients are partial sums. `finish_gradients(model)` adds them up, once
-# per step.
+# One more gradient needs care. Norms, positions, and the biases that are added after a
+# reduce-scatter are whole on every rank, but a rank applies them only to its own tokens. So their
+# gradients are partial sums. `finish_gradients(model)` all-reduces them, once per step.
 #
 # **Sequence parallelism also divides the activations between g and the next f. To divide the inputs
 # of the matrices as well, backward has to gather them again, and a rank then sends 5/4 of the
@@ -841,10 +861,11 @@ show(*pictures.layer_memory(tiny, 2, 64, whole, kept))
 #
 # ## What to keep
 #
-# - Columns, then rows: a layer needs four all-reduces. Those of backward can run while weight
-#   gradients are computed.
+# - Split by columns, then by rows: a layer needs four all-reduces. Those of backward can run while
+#   weight gradients are computed.
 # - The slower the link and the more ranks, the wider the layers have to be. So use NVLink.
-# - Sequence parallelism sends the same bytes, and divides the activations that are left.
+# - Sequence parallelism sends the same bytes, and divides the activations that plain tensor
+#   parallelism leaves whole.
 # - Wrong masks, a bias added $p$ times, or a missing sum raise no error, but train another model.
 #
 # **Read on**

@@ -556,8 +556,11 @@ for num_nodes, adapters in ((2, 1), (2, 8), (64, 8)):
 
 # %% [markdown]
 # With an adapter per GPU, eight rings together carry nearly as many bytes per second as NVLink, so
-# on two nodes hybrid sharding gains little. What it saves on many nodes is steps of the ring: over
-# 512 ranks a ring has 511 steps, and each of them costs a latency.
+# on two nodes hybrid sharding gains little. On 64 nodes it does not even send fewer bytes: with
+# gathers in bf16 and reduction in fp32, an adapter carries about $N$ bytes per step in both ways.
+# What hybrid sharding saves there is steps of the ring: over 512 ranks a ring has 511 steps, and
+# each of them costs a latency. (An algorithm with fewer steps than a ring would therefore make this
+# gain smaller.)
 #
 # ### Exercise 4 (further): the groups of hybrid sharding
 #
@@ -625,8 +628,9 @@ print(f"every backward reduces: {times:.2f} times the bytes of reducing once")
 show(*pictures.every_backward_or_the_last(every[0], last[0], times))
 
 # %% [markdown]
-# The second way sends fewer bytes, but it keeps whole gradients ($4N$ bytes in fp32) instead of
-# shards. For a model that needs FSDP at all, that is often too much.
+# (PyTorch's FSDP2 has no `no_sync()`; there, `set_requires_gradient_sync(False)` does this.) The
+# second way sends fewer bytes, but it keeps whole gradients ($4N$ bytes in fp32) instead of shards.
+# For a model that needs FSDP at all, that is often too much.
 #
 # **When FSDP accumulates gradients, `no_sync()` sends fewer bytes but needs more memory.**
 #
@@ -774,8 +778,9 @@ show(*pictures.losses_on_two_ranks(losses))
 show(*pictures.fsdp_at_scale())
 
 # %% [markdown]
-# The fourth loses most. One reason: fewer tokens per GPU mean less computation beside messages of
-# the same size, so less of the communication can be hidden.
+# The fourth loses most. The series also differ in model and software, so the picture alone does not
+# show why. One reason is known: fewer tokens per GPU mean less computation beside messages of the
+# same size, so less of the communication can be hidden.
 #
 # On your GPUs, this command trains a GPT of the study's size. Compare it with `--ranks 1`:
 #

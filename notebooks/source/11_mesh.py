@@ -55,9 +55,9 @@ from course_lib.tensor_parallel import parallel_token_loss, parallelize
 #
 # `Mesh(pp=2, dp=2, tp=2)` arranges eight ranks along three axes. Each rank has a *coordinate* $i$
 # on every axis: its stage along pp, its replica along dp, and its shard along tp. Ranks are
-# counted like the digits of a number: the last axis counts fastest. One step along tp changes the
-# rank by 1. One step along dp skips all $t$ ranks of a tp group, and one step along pp skips all
-# $d \cdot t$ ranks of a stage. Therefore
+# numbered as a counter counts: the last digit, here the coordinate along the last axis, changes
+# fastest. One step along tp changes the rank by 1. One step along dp skips all $t$ ranks of a tp
+# group, and one step along pp skips all $d \cdot t$ ranks of a stage. Therefore
 #
 # $$ \text{rank} = i_{pp} \cdot d\,t + i_{dp} \cdot t + i_{tp} . $$
 #
@@ -75,12 +75,13 @@ print("groups of rank 5:", {axis: cube.group(5, axis) for axis in cube.sizes})
 show(*pictures.mesh_cube(cube))
 
 # %% [markdown]
-# The cube shows all twelve groups: four along each of three axes. Parallel edges belong to the same
-# axis and have nothing to do with each other: the four tp groups all-reduce at the same time, each
-# with its own activations.
+# The cube shows all twelve groups: four along each of three axes. Parallel edges are groups along
+# the same axis, and these groups do not communicate with each other: the four tp groups all-reduce
+# at the same time, each with its own activations.
 #
 # A cluster cuts this cube into nodes. With four ranks in each node, the front face is node 0 and
-# the back face is node 1. The next picture draws each axis on its own; a row is a node.
+# the back face is node 1. The next picture has one panel per axis; in each, a row of ranks is a
+# node.
 
 # %% tags=["picture"]
 show(*pictures.groups_across_nodes(cube, 4))
@@ -93,10 +94,11 @@ show(*pictures.groups_across_nodes(cube, 4))
 #
 # *Difficulty 2 of 5, importance 4 of 5, about 15 minutes.*
 #
-# Return the group of a rank along one axis, in any order: the rank itself and all ranks that differ
-# from it only in that coordinate. `sizes` maps axes to sizes, outermost axis first. Example: with
-# `{"pp": 2, "dp": 3, "tp": 4}`, rank 5 has the coordinates 0, 1, 1, and its group along dp is 1, 5,
-# 9. Every launcher that builds process groups does this. About 6 lines, without `Mesh`.
+# Return the ranks of the group of `rank` along `axis`, as a list in any order: the rank itself and
+# all ranks that differ from it only in that coordinate. `sizes` maps axes to sizes, outermost axis
+# first. Example: with `{"pp": 2, "dp": 3, "tp": 4}`, rank 5 has the coordinates 0, 1, 1 (pp, dp,
+# tp), and its group along dp is 1, 5, 9. Every launcher that builds process groups does this. About
+# 6 lines, without `Mesh`.
 #
 # <details><summary>Hint: the wrong distance</summary>
 # Neighbors along an axis differ by its stride.
@@ -154,8 +156,8 @@ for axis, found in sums.items():
 #
 # ## 2 What travels along which axis
 #
-# We know who communicates with whom, but not yet how much. Each method was measured alone in its
-# own lesson. On a mesh, every method keeps its own pattern of communication:
+# We know who communicates with whom, but not yet how much. Each method's own lesson measured its
+# communication alone. On a mesh, every method keeps its own pattern of communication:
 #
 # | axis | splits | communication | how often in a step |
 # |---|---|---|---|
@@ -164,13 +166,15 @@ for axis, found in sums.items():
 # | dp: DDP, ZeRO-1 | the batch | all-reduce of gradients (or reduce-scatter, all-gather) | once |
 # | dp: FSDP | the batch | gather twice, reduce-scatter once | 3 per layer and micro-batch |
 #
-# Two more names appear in papers. *cp* (context parallelism) is a fourth axis: it splits the
-# sequence, and its ranks exchange keys and values during attention. *ep* (expert parallelism) adds
-# no ranks: the experts of a layer are distributed over ranks that already belong to dp, cp and tp,
-# and these ranks exchange tokens. (The words *sequence parallelism* are used for two things.
-# Megatron's, in lesson 07, splits norms and dropout along the tp axis. DeepSpeed-Ulysses, Jacobs et
-# al. 2023, splits the sequence through the whole layer and swaps it for heads with an all-to-all
-# around attention, so it is a form of context parallelism.)
+# A fourth axis, *cp* (context parallelism), splits the sequence; its ranks exchange keys and values
+# during attention. This lesson leaves it out.
+#
+# <details><summary>Two more names in papers: ep, and sequence parallelism</summary> *ep* (expert
+# parallelism) adds no ranks: the experts of a layer are distributed over ranks that already belong
+# to dp, cp and tp, and these ranks exchange tokens. *Sequence parallelism* is the name of two
+# methods. Megatron's, in lesson 07, splits norms and dropout along the tp axis. DeepSpeed-Ulysses
+# (Jacobs et al. 2023) splits the sequence through the whole layer and swaps it for heads with an
+# all-to-all around attention, so it is a form of context parallelism.</details>
 #
 # The methods also change each other's traffic. A rank computes only $b/d$ of the sequences. All
 # its micro-batches together have $(b/d)\,s$ tokens, so each of the four all-reduces of a layer
@@ -182,8 +186,10 @@ for axis, found in sums.items():
 # As an example we train Llama 3.1 70B on 64 GPUs, with 256 sequences of 4,096 tokens per step and
 # activations and gradients in bf16. This model cannot use data parallelism alone with DDP: with 16
 # bytes per parameter (lesson 01), one copy of its training state needs more than a node of eight 80
-# GB GPUs. So it has to be split; FSDP (lesson 10) would be the alternative. How many times as many
-# bytes does a rank send along tp as along dp?
+# GB GPUs. So it has to be split; FSDP (lesson 10) would be the alternative. (On the mesh below, a
+# rank's training state fits into 80 GB, but activations do not fit beside it. With ZeRO-1 along dp,
+# which sends the same bytes as DDP, both fit.) How many times as many bytes does a rank send along
+# tp as along dp?
 
 # %% tags=["predict"]
 from course_lib.cost.params import params_on_rank
@@ -192,9 +198,10 @@ from course_lib.mesh.cost import MeshStep, axis_sent_bytes
 llama, big = MODELS["llama-70b"], Mesh(pp=2, dp=4, tp=8)
 sizes = {"batch": 256, "seq": 4096, "num_micro_batches": 64, "number_bytes": 2}
 large = MeshStep(spec=llama, mesh=big, **sizes)
-held = 16 * params_on_rank(llama, large.parallelism, 0) / 1e9
+held = 16 * params_on_rank(llama, large.parallelism, 0) / 1e9  # 16 bytes per parameter
 print(f"{llama.num_layers} layers, hidden size {llama.hidden}, {big}")
-print(f"one copy of the training state {16 * held:,.0f} GB; on a rank of this mesh {held:.0f} GB")
+one_copy = big.size("pp") * big.size("tp") * held
+print(f"one copy of the training state {one_copy:,.0f} GB; on a rank of this mesh {held:.0f} GB")
 guess_ratio = predict("bytes along tp divided by bytes along dp")
 ### GUESS guess_ratio.commit(20)
 
@@ -203,7 +210,7 @@ sent = axis_sent_bytes(large)
 reveal(guess_ratio, sent["tp"] / sent["dp"])
 show(*pictures.axis_dots(sent))
 gathered = 64 * 3 / 2 * sent["dp"]  # an all-reduce is as much as a gather and a reduce-scatter
-print(f"tokens (t - 1) / (3 h (d - 1)): {256 * 4096 * 7 / (3 * llama.hidden * 3):.0f}")
+print(f"approximation, derived below: {256 * 4096 * 7 / (3 * llama.hidden * 3):.0f}")
 print(f"FSDP along dp, in 64 micro-batches: {gathered / 1e9:,.0f} GB instead of", end=" ")
 print(f"{sent['dp'] / 1e9:.1f}; tp sends {sent['tp'] / gathered:.2f} times as much")
 
@@ -223,11 +230,12 @@ print(f"{sent['dp'] / 1e9:.1f}; tp sends {sent['tp'] / gathered:.2f} times as mu
 # thousands, so tp sends far more than DDP. Doubling the batch doubles the bytes along tp and leaves
 # those along dp unchanged.
 #
-# FSDP is a different case, if it gathers layers in every micro-batch. Each of the 4 replicas has
-# 64 sequences and runs them as 64 micro-batches of one. In each, FSDP gathers twice and
-# reduce-scatters once: three halves of an all-reduce where DDP has two, so 1.5 times its bytes.
-# But DDP sends them once per step, and FSDP 64 times. Here that is about as much as tp sends. The
-# bytes along dp are few only where they are sent once per step.
+# FSDP is a different case, if it gathers layers in every micro-batch. Each of the 4 replicas has 64
+# sequences and runs them as 64 micro-batches of one. An all-reduce sends as much as one all-gather
+# and one reduce-scatter. In each micro-batch, FSDP makes two all-gathers and one reduce-scatter, so
+# it sends 1.5 times the bytes of DDP's all-reduce. But DDP makes its all-reduce once per step, and
+# FSDP repeats all this 64 times. Here that is about as much as tp sends. FSDP sends less if a step
+# has fewer and larger micro-batches.
 #
 # Bytes are not everything: it also matters who waits for them. Without overlap (lesson 07), the
 # all-reduces of tp are on the critical path, because the next matrix multiplication needs their
@@ -240,10 +248,10 @@ print(f"{sent['dp'] / 1e9:.1f}; tp sends {sent['tp'] / gathered:.2f} times as mu
 #
 # After backward, each rank has gradients for its replica's tokens: `grads`, a list of tensors. On
 # the last stage, `loss` is the replica's mean loss, a float64 tensor without dimensions; on other
-# stages it is None. Average the gradients in place, and return such a tensor on every rank: the
-# mean loss of all replicas. All replicas have equally many tokens. `mesh` is a `RankMesh` with
-# pp, dp and tp. Example with dp = 2: losses 2 and 4 become 3 on all ranks; gradients 10 and 20
-# become 15. About 6 lines.
+# stages it is None. Average the gradients in place, and return on every rank the mean loss of all
+# replicas, as a tensor of the same kind. All replicas have equally many tokens. `mesh` is a
+# `RankMesh` with pp, dp and tp. Example with dp = 2: losses 2 and 4 become 3 on all ranks;
+# gradients 10 and 20 become 15. About 6 lines.
 #
 # <details><summary>Hint: it hangs, or fails on a rank without a loss</summary>
 # All ranks of a group must make the call. A rank without a loss can contribute 0.
@@ -276,9 +284,9 @@ check("mesh-2", finish_step)
 #
 # ## 3 Eight ranks, one model
 #
-# Exercise 2 ends a step. Now we build the whole one, and the first question is in which order the
-# methods are applied. Each method changes the module that it is given, so each one sees only what
-# the previous one left on this rank.
+# Exercise 2 is the end of a step. Now we build the whole step, and the first question is in which
+# order the methods are applied. Each method changes the module that it is given, so each one sees
+# only what the previous one left on this rank.
 #
 # 1. Tensor parallelism replaces every matrix by this rank's shard.
 # 2. Pipeline parallelism keeps the layers of this rank's stage. (Steps 1 and 2 can be swapped.)
@@ -294,14 +302,15 @@ check("mesh-2", finish_step)
 # |---|---|---|---|
 # | sequences | **different** | the same | the same |
 # | initial weights | the same | its own layers | its shard of the same weights |
-# | dropout masks of whole tensors | **different** | **different** | the same |
+# | dropout masks of tensors that tp does not split | **different** | **different** | the same |
 # | gradients | **averaged** | not combined; a tied embedding's are added | not combined |
-# | loss | **averaged** | sent from the last stage to the others | the same |
+# | loss | **averaged** | sent from the last stage to the others | each rank computes the same |
 #
 # For example, one process draws one dropout mask for an activation. Ranks along tp all hold a copy
 # of this activation, so they have to draw the same mask. Ranks along dp hold other sequences, so
-# they draw other masks. (With Megatron's sequence parallelism, each tp rank computes the norms for
-# a part of the tokens only, so the gradients of the norms are added along tp.)
+# they draw other masks. For a tensor that tp splits, such as attention by heads, the masks differ
+# along tp, too (lesson 07). (With Megatron's sequence parallelism, each tp rank computes the norms
+# for a part of the tokens only, so the gradients of the norms are added along tp.)
 #
 # In the code, all ranks build the same model from one seed, and then keep their part. Which
 # sequences a rank reads depends on its *dp coordinate*, not on its rank.
@@ -326,9 +335,10 @@ def wrap(mesh):
 # %%
 def backward(mesh, replica, pipeline, data_axis="dp"):
     """Leave averaged gradients; return this copy's loss on its last stage, None on the first."""
-    half = [part.chunk(2)[mesh.index(data_axis)] for part in BATCH]
+    mine = [part.chunk(2)[mesh.index(data_axis)] for part in BATCH]  # this replica's sequences
+    micro_batches = [part.chunk(2) for part in mine]
     with replica.no_sync():  # a tied embedding's gradient is complete after the last backward
-        loss = pipeline.step(one_f_one_b(2, 2), *(part.chunk(2) for part in half))
+        loss = pipeline.step(one_f_one_b(2, 2), *micro_batches)
     replica.finish()
     return loss
 
@@ -368,7 +378,7 @@ show(*pictures.axis_dots(formula, counted, who=f"Rank {rank}"))
 # ### Break it
 #
 # `backward` selects a rank's sequences by its coordinate along dp. Suppose that a data loader
-# selects them by the coordinate along **tp** instead. Then the two ranks of a tensor group read
+# selects them by the coordinate along **tp** instead. Then the two ranks of a tp group read
 # different sequences. What do you notice in training?
 
 # %% tags=["predict"]
@@ -401,21 +411,21 @@ show(*pictures.losses_by_data_axis(losses))
 
 # %% [markdown]
 # The loss even falls *lower* than in the correct run. All shapes fit, so nothing fails. But each
-# all-reduce along tp now adds partial results that belong to *different* sequences, and the parts
-# of the vocabulary are compared with different targets. The number that is printed is not the loss
-# of any real text, so its low value means nothing.
+# all-reduce along tp now adds partial results that belong to *different* sequences, and each rank
+# compares its part of the logits with the targets of its own sequences. So the plotted value is not
+# the loss of any text, and that it is low means nothing.
 #
 # **A falling loss does not prove that a mesh is right. Compare losses and gradients with one
 # process.**
 #
 # *This is a good place for a break.*
 #
-# ## 4 One norm, one loss
+# ## 4 The norm of the whole gradient, and the loss
 #
 # The trainer of section 3 also clipped gradients, and still equaled one process. That is not
-# obvious. Clipping (lesson 02) divides all gradients by one factor, which is computed from the norm
-# of the *whole* gradient. A rank holds only a part of this gradient, and some numbers are held by
-# several ranks.
+# obvious. Clipping (lesson 02) multiplies all gradients by one factor, which is computed from the
+# norm of the *whole* gradient. A rank holds only a part of this gradient, and some numbers are held
+# by several ranks.
 #
 # The squared norm is a sum of squares, so each rank can add up the squares of its own numbers, and
 # an all-reduce can add these sums. The difficulty is that **each number must count exactly
@@ -456,8 +466,9 @@ print(f"all squares of all ranks: {naive:.2f}; each number once: {right:.2f}")
 # %% [markdown]
 # If every number were counted on all 8 ranks, the norm would be $\sqrt 8 \approx 2.8$ times too
 # large. But split matrices were counted twice only (along dp). Parameters that are whole along tp
-# were counted four times, and so was the tied embedding, which is on two stages. So the factor is
-# between $\sqrt 2$ and $\sqrt 4$.
+# were counted four times, and so was the tied embedding, which is on two stages. The sum of squares
+# is therefore between 2 and 4 times too large, and the norm between $\sqrt 2$ and $\sqrt 4 = 2$
+# times.
 #
 # Nothing reports this mistake. With a norm that is too large, clipping reduces the gradient too
 # much, and SGD takes steps that are too small.
@@ -505,8 +516,8 @@ check("mesh-3", clip)
 # The loss needs the same care. It is a mean over *all* tokens, and each replica's last stage has
 # the mean over its own tokens. If all replicas have equally many tokens, the mean of these means
 # over dp is the loss. (Otherwise, add sums and token counts, as in lesson 02.) The gradients are
-# averaged **once**: if the loss is divided by $d$ before backward, the gradients must be added, not
-# averaged.
+# averaged **once**. Some code bases divide the loss by $d$ before backward; then the gradients must
+# be added, not averaged.
 #
 # **Sum the squares over ranks that hold different numbers; where ranks hold copies, count one of
 # them. Then all ranks scale by one factor.**
@@ -517,11 +528,11 @@ check("mesh-3", clip)
 # But it decides which messages cross from one node to another, and so it decides the time.
 #
 # Take two nodes of four ranks. The link between the nodes is ten times slower than the links
-# inside: ten times the latency, a tenth of the bandwidth. With tp innermost, a tensor group is
-# two neighbors in a node. With tp outermost, rank 0's partner is rank 4, on the other node, so
-# every all-reduce along tp is ten times slower. For one step of section 3's small model, divide
-# the busiest rank's total communication time with tp outermost by that with tp innermost. What do
-# you get?
+# inside: ten times the latency, a tenth of the bandwidth. With tp innermost, a tp group is two
+# neighbors in a node. With tp outermost, rank 0's partner is rank 4, on the other node, so every
+# all-reduce along tp is ten times slower. For one step of section 3's small model, divide the
+# busiest rank's total communication time with tp outermost by that with tp innermost. What do you
+# get?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import all_orders, axis_seconds, mesh_step_s
@@ -574,9 +585,10 @@ for mesh in (cube, outermost):
 
 # %% [markdown]
 # Along pp rank 0 sends the fewest bytes and spends the most time, because these are the messages
-# that cross the nodes: each pays the long latency. Some axis has to cross the nodes, and its
-# messages pay for the slow link. So let the axis cross whose messages cost least there. This also
-# answers why the ratio is not 10: the good order has a slow axis, too.
+# that cross the nodes: each pays the high latency. Some axis has to cross the nodes. Choose the
+# axis whose messages cost least on the slow link. This also answers why the ratio is not 10: the
+# good order has a slow axis, too. (The busiest ranks are those of the last stage, which also
+# all-reduce along tp for the loss. Rank 0's seconds therefore give a smaller ratio.)
 #
 # On a real cluster you find this in a trace: add up the seconds of the calls whose group has ranks
 # on more than one node, by axis. (Receives are left out, because they mostly wait for the other
@@ -605,9 +617,9 @@ show(*pictures.axis_traces(traces, "tp", two_nodes))
 #
 # The explorer computes the communication of 64 H100 on 8 nodes. Each node has eight network
 # adapters of 50 GB/s. A group with n GPUs in each of its nodes uses n adapters; the others serve
-# the groups beside it. Move an axis outward, and look at which groups cross nodes. What happens at
-# tp = 16? And what happens to the 7B model at tp = 1? It fits without tensor parallelism, and then
-# it communicates far less.
+# the groups beside it. Move an axis outward (to the left), and look at which groups cross nodes.
+# What happens at tp = 16? And what happens to the 7B model at tp = 1 and pp = 2? It fits without
+# tensor parallelism, and then it communicates far less.
 
 # %% tags=["picture"]
 from course_lib.cost.flops import train_step_flop
@@ -620,10 +632,9 @@ mesh_explorer()
 # ### What others measured
 #
 # Tazi et al. (2025) timed an 8B model in many configurations on nodes of 8 H100. We consider those
-# with 256 sequences per step, and take the fastest one for each tensor-parallel degree. (The
-# fastest runs of two degrees also differ in dp, pp, ZeRO stage and micro-batch, so the picture does
-# not isolate the effect of tp.) On 8 nodes, what part of the speed is left if tensor groups have 16
-# ranks instead of 8?
+# with 256 sequences per step, and take the fastest one for each TP degree. (The fastest runs of two
+# degrees also differ in dp, pp, ZeRO stage and micro-batch, so the picture does not isolate the
+# effect of tp.) On 8 nodes, what part of the speed is left if tp groups have 16 ranks instead of 8?
 
 # %% tags=["predict"]
 guess_left = predict("tokens/s per GPU with tp = 16, divided by those with tp = 8 (like 3/4)")
@@ -637,21 +648,32 @@ compute_s = flop / 64 / (0.4 * H100.peak())  # at 40 % of the peak
 step_s = {tp: compute_s + communication_s(tp) for tp in (8, 16)}
 print(f"by formula, for the explorer's 7B model: {step_s[8] / step_s[16]:.2f}")
 show(*pictures.best_by_tensor_degree())
+for nodes in (2, 8, 32):
+    for tp, run in pictures.best_runs(nodes).items():
+        if tp in (1, 8):
+            split = f"tp {tp}, dp {run['dp']}, pp {run['pp']}, ZeRO-{run['zero']}"
+            print(f"{nodes} nodes: {split}, {run['grad_acc']} micro-batches of {run['mbs']}")
 
 # %% [markdown]
-# The link is not the only cause. With twice the tensor degree there are half as many replicas, so
-# each rank all-reduces twice as many tokens (section 2), in rings of twice as many ranks. And each
-# rank's matrices become smaller, which a GPU computes less efficiently. Look at the left end, too.
-# On 2 and 8 nodes, no degree beats tp = 1: the model fits, and the batch is large enough for all
-# replicas. On 32 nodes the order turns around: with tp = 1, each of the 256 replicas has one
-# sequence per step, and little computation to hide its all-reduce. **Use tensor parallelism when
-# you need it (for memory, or because the batch cannot be split further), and keep its groups inside
-# a node.**
+# The link is not the only cause. With twice the TP degree on the same GPUs, $d\,p$ is half as
+# large. So each rank all-reduces twice as many numbers, $\frac Lp\cdot\frac{b\,s\,h}{d}$ (section
+# 2), in rings of twice as many ranks. And each rank's matrices become smaller, which a GPU computes
+# less efficiently.
+#
+# Look at the left end, too, and at the lines below the picture. The training state of an 8B model
+# does not fit on one GPU, so the runs with tp = 1 divide it in another way: its layers along pp,
+# and its optimizer state by ZeRO-1. On 2 and 8 nodes, no degree beats these runs. On 32 nodes it is
+# the opposite: tp = 1 is slower than 2, 4 and
+# 8. There, 256 GPUs share 256 sequences. The two runs with 256 replicas failed, and the fastest run
+# with tp = 1 has 16 stages and only 16 micro-batches: by lesson 08, its bubble is almost as long as
+# its computation. With tp = 8 no pipeline is needed. **Use tensor parallelism when you need it (for
+# memory, or because the batch cannot be split further), and keep its groups inside a node.**
 #
 # Which axis is outermost in practice? Megatron-LM's default order is pp, dp, cp, tp, from outermost
 # to innermost; torchtitan's is the same. Llama 3 405B used dp, pp, cp, tp (Grattafiori et al. 2024,
 # section 3.3.2): FSDP prefetches parameters and reduces gradients during computation, so it
-# tolerates a higher latency. They differ on the outside, and agree on the innermost axis.
+# tolerates a higher latency. These orders differ in the outer axes, but in all of them tp is
+# innermost.
 #
 # **Put the axis that communicates most and overlaps least innermost, inside a node: usually tp.**
 #
@@ -680,8 +702,8 @@ for name in ("ours", "Megatron-Core"):
     print(f"{name:13} loss {fmean(known):.5f}, {runs[7].median_ms:.0f} ms per step; sent {kib}")
 
 # %% [markdown]
-# The loss is the same. The bytes along every axis are also the same, except for the messages with
-# the loss and the number of tokens.
+# The loss is the same. The bytes along every axis are also the same, except for a few bytes: our
+# trainer also sends the loss to every rank.
 #
 # In PyTorch, the same composition is:
 #
@@ -696,8 +718,8 @@ for name in ("ours", "Megatron-Core"):
 #
 # FSDP comes last and shards each `DTensor`, which is already split along tp. A `DTensor` knows
 # along which axes it is split and along which it is copied. So within a stage, `clip_grad_norm_`
-# and checkpoints need no list like `parts`. But the plan must cover all parameters (for norms, use
-# for example `SequenceParallel`); otherwise `clip_grad_norm_` fails (PyTorch 2.13).
+# and checkpoints need no list like `parts` in exercise 3. But the plan must cover all parameters
+# (for norms, use for example `SequenceParallel`); otherwise `clip_grad_norm_` fails (PyTorch 2.13).
 #
 # On your cluster, one command times all orders of a mesh:
 #

@@ -69,15 +69,17 @@ for model in ("1B", "8B"):
         here = [run.failed for run in runs if (run.model, run.nodes) == (model, nodes)]
         shares.append(f"{100 * sum(here) / len(here):4.0f}%")
     print(f"{model}, by nodes           " + "".join(shares))
-print("the cost model of lesson 12 on the failed runs:", playbook.why_failed(runs))
+print("The cost model of lesson 12 on the failed runs:", playbook.verdicts(failed))
+worked = [run for run in runs if not run.failed]
+print("and on those that worked:", playbook.verdicts(worked))
 
 # %% [markdown]
-# The table calls these runs `crashed_or_oom` and does not say which of the two happened. Memory
-# explains most of them. The 8B model fails often on one node, where few GPUs share the model
+# The table calls these runs `crashed_or_oom` and does not say which of the two happened. Memory is
+# the likely cause of most. The 8B model fails often on one node, where few GPUs share the model
 # states, and rarely on 64 nodes. For about six failed runs in ten, the cost model of lesson 12
-# predicts more than the 80 GiB of an H100. Other runs ask for more pipeline stages than the model
-# has layers. The last group should have fitted: there the prediction may be too low, or the run
-# crashed for another reason.
+# predicts more than the 80 GiB of an H100; of the runs that worked, it predicts this for only a
+# few. Other runs ask for more pipeline stages than the model has layers. The last group should fit:
+# there the prediction may be too low, or the run crashed for another reason.
 #
 # Why does this matter for a study of speed? Because the runs that you *can* compare are those that
 # survived. If you average over all runs on 2 nodes and over all runs on 32 nodes, you compare two
@@ -314,8 +316,8 @@ for nodes in (1, 4, 8, 16, 32):
 
 # %% [markdown]
 # Up to 8 nodes, data parallelism wins, with TP 1. On 16 and 32 nodes, TP *inside* the node together
-# with larger micro-batches is faster: a replica of 4 GPUs has 4 sequences at a time, and its GPUs
-# have only a quarter of the gradients to all-reduce.
+# with larger micro-batches is faster. On 32 nodes, for example, a replica of 4 GPUs has 4 sequences
+# at a time, and each of its GPUs has only a quarter of the gradients to all-reduce.
 #
 # **Keep tensor parallelism inside a node, and make the micro-batch as large as memory allows
 # until the throughput stops rising. Divide a model further only when the batch leaves too little
@@ -345,10 +347,11 @@ for nodes in (1, 32):
     print(f"plain DP, {nodes} node(s): with ZeRO-1 {words}, {rate:.2f} times the throughput")
 
 # %% [markdown]
-# Up to 8 nodes, the expectation holds: the median is within about two per cent of 1, and a third of
-# the memory is free again. On 32 nodes, the 1B model loses a tenth in the median, and plain DP more
-# than a quarter. Equal bytes are not equal time. The all-gather follows the optimizer step, so no
-# backward pass can hide it unless the implementation overlaps it with the next forward pass.
+# Up to 8 nodes, the expectation holds: the median is within about two per cent of 1. In plain DP of
+# the 1B model, a third of the memory is free again. On 32 nodes, the 1B model loses a tenth in the
+# median, and plain DP more than a quarter. Equal bytes are not equal time. The all-gather follows
+# the optimizer step, so no backward pass can hide it unless the implementation overlaps it with the
+# next forward pass.
 #
 # Look also at the ranges. For the 8B model on 64 nodes, the ratios lie between a fifth and more
 # than five, so the median of these pairs is not a measurement of ZeRO. Something else happened.
@@ -588,7 +591,7 @@ show(*pictures.link_matrix(*own))
 #
 # A recorded experiment with a small model compares batches of 8 and 32 sequences, and a
 # learning-rate warm-up of 100 and of 4 steps. How many steps does each need to reach the loss at
-# which the small batch ends?
+# which the small batch ends? (Each was run once, so only large differences count: section 6.)
 
 # %%
 from course_lib.scaling_study.curves import smooth, steps_to

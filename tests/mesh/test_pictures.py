@@ -15,6 +15,7 @@ from course_lib.mesh.pictures import (
     axis_dots,
     axis_traces,
     best_by_tensor_degree,
+    best_runs,
     best_tokens,
     groups_across_nodes,
     losses_by_data_axis,
@@ -198,6 +199,8 @@ def test_published_runs_are_slower_with_tensor_groups_of_two_nodes():
         best = best_tokens(nodes)
         assert max(best, key=best.__getitem__) <= GPUS_PER_NODE
     assert best_tokens(2) == {1: 7290, 2: 7078, 4: 7290, 8: 6417, 16: 4456}
+    deep = best_runs(32)[1]  # one GPU per replica failed: the layers are divided instead
+    assert (deep["dp"], deep["pp"], deep["zero"], deep["grad_acc"]) == ("16", "16", "1", "16")
     figure, alt = best_by_tensor_degree()
     assert "48% to 69% of the fastest" in alt
     assert any("Ultra-Scale Playbook" in text.get_text() for text in figure.texts)

@@ -66,15 +66,21 @@ def pdf_objects(path: Path) -> bytes:
     return b"\n".join(unpacked)
 
 
-def test_a_deck_becomes_html_and_pdf(slides, deck, tmp_path):
+def build(slides, deck: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """Run tools/slides.py on one deck; skip the test where a tool or the registry is missing."""
     for tool in ("node", "npm", "chromium"):
         if not shutil.which(tool):
             pytest.skip(f"{tool} is missing, which only the slides need")
-    out = tmp_path / "out"
     command = [sys.executable, slides.__file__, str(deck), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     if "npm could not install" in done.stderr:
         pytest.skip("the slide builder could not be installed from the npm registry")
+    return done
+
+
+def test_a_deck_becomes_html_and_pdf(slides, deck, tmp_path):
+    out = tmp_path / "out"
+    done = build(slides, deck, out)
     assert done.returncode == 0, done.stderr
     html = (out / "99_toy.html").read_text()
     assert '<html lang="en"' in html
@@ -86,6 +92,16 @@ def test_a_deck_becomes_html_and_pdf(slides, deck, tmp_path):
     assert len(re.findall(rb"/S\s*/Figure", objects)) >= 1
     handout = pdf_objects(out / "99_toy.handout.pdf")
     assert len(re.findall(rb"/Type\s*/Page\b", handout)) == 1  # both slides, of up to four
+
+
+def test_a_deck_with_a_slide_that_is_cut_off_is_named(slides, deck, tmp_path):
+    deck.write_text(DECK.replace("# A ring moves", "- one line\n" * 20 + "\n# A ring moves"))
+    done = build(slides, deck, tmp_path / "out")
+    assert done.returncode != 0
+    assert "99_toy: the text has to fit on its slide, and this one is too full: 'A ring moves" in (
+        done.stderr
+    )
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("path", DECKS, ids=lambda path: path.stem)
