@@ -100,11 +100,12 @@ def windows(config: Config, limited: Callable[[int], bool], size: str = "sliding
 
 def switched_windows(config: Config, limited: Callable[[int], bool]) -> Fields:
     """Read windows that there are with use_sliding_window only."""
-    on = config.take("use_sliding_window", bool)
-    found = windows(config, lambda n: on and limited(n))
-    if found and not on:
+    if config.take("use_sliding_window", bool):
+        return windows(config, limited)
+    config.read.add("sliding_window")
+    if "sliding_attention" in (config.take("layer_types", list[str] | None) or ()):
         config.refuse("layer_types", "need use_sliding_window true beside sliding_attention")
-    return found
+    return {}
 
 
 def one_window(config: Config) -> Fields:

@@ -50,12 +50,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "llama": _ONE_GROUP,
     "mistral": {"sliding_window": 4096},
-    "ministral3": {
-        "sliding_window": None,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-    },
+    "ministral3": {"sliding_window": None, "head_dim": 128, "rms_norm_eps": 1e-5},
     "mixtral": {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2": _QWEN,
     "qwen2_moe": {**_QWEN, **_QWEN_MOE, "qkv_bias": True},

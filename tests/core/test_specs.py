@@ -89,7 +89,7 @@ def test_config_json_of_the_hub(tmp_path):
     ("change", "words"),
     [
         ({"model_type": "mamba"}, "need model_type gpt2, gpt_neox, llama, .*; got 'mamba'"),
-        ({"num_attention_heads": 33}, "need hidden divisible by num_heads"),
+        ({"num_attention_heads": 33}, "num_attention_heads: need a divisor of hidden_size = 4096"),
         ({"num_experts": 4}, "the field 'num_experts' .4. is not known here"),
         ({"hidden_act": "xielu"}, "hidden_act: need one of silu"),
         ({"head_dim": "128"}, "head_dim: need a whole number"),
