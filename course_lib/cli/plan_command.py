@@ -41,8 +41,8 @@ ModelName = Annotated[
     str,
     typer.Option(
         "--model",
-        help="A preset such as llama-70b, or the path of a Hugging Face config.json of "
-        "a decoder. --model list prints the presets.",
+        help="A preset such as llama-70b, or the path of a Hugging Face config.json "
+        "(docs/models.md says which). --model list prints the presets.",
     ),
 ]
 ClusterName = Annotated[

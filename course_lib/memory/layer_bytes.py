@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from course_lib.core.errors import CourseError, ShapeError
-from course_lib.core.layers import Layer, layers
+from course_lib.core.layers import LayerKind, layers
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import Experts, LatentAttention, ModelSpec
 from course_lib.cost.flops import RECOMPUTE
@@ -89,7 +89,7 @@ class Pass:
         """Number of ranks over which norms, masks and the linear layers' inputs are split."""
         return self.parallelism.tp if self.parallelism.sequence_parallel else 1
 
-    def layer(self, kind: Layer | None = None) -> list[Kept]:
+    def layer(self, kind: LayerKind | None = None) -> list[Kept]:
         """Return what a layer of that kind saves; None: the model's last layer."""
         kind, spec = kind or layers(self.spec)[-1], self.spec
         second = [] if spec.norms_per_layer == 1 else self._norm("second")
@@ -117,7 +117,7 @@ class Pass:
         rows = _rows("attention", ("softmax", size * self._b, tp), *dropped[: 2 * self.dropout])
         return capped * (s.attention_softcap is not None) + rows
 
-    def kept_layer(self, recompute: str = "none", kind: Layer | None = None) -> list[Kept]:
+    def kept_layer(self, recompute: str = "none", kind: LayerKind | None = None) -> list[Kept]:
         """Return what one layer keeps until its backward: all, all but the scores, or its input.
 
         Raises: CourseError for another `recompute`

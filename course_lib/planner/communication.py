@@ -7,7 +7,7 @@ what computation hides of them. Notebook 12_planner.
 from dataclasses import replace
 from typing import NamedTuple
 
-from course_lib.core.layers import Layer, layer_kinds, layers
+from course_lib.core.layers import LayerKind, layer_kinds, layers
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.params import kind_params
 from course_lib.cost.traffic import CollectiveCall
@@ -18,7 +18,7 @@ from course_lib.planner.plan import Plan
 from course_lib.tensor_parallel.cost import tensor_traffic
 
 
-def one_layer(model: ModelSpec, kind: Layer | None = None) -> ModelSpec:
+def one_layer(model: ModelSpec, kind: LayerKind | None = None) -> ModelSpec:
     """Return the model with a single layer of a kind; None: of its last layer's."""
     kind = kind or layers(model)[-1]
     return replace(
@@ -33,7 +33,7 @@ def one_layer(model: ModelSpec, kind: Layer | None = None) -> ModelSpec:
 
 
 def tensor_s(
-    model: ModelSpec, cluster: Cluster, plan: Plan, kind: Layer | None = None
+    model: ModelSpec, cluster: Cluster, plan: Plan, kind: LayerKind | None = None
 ) -> tuple[LayerTime, LayerTime]:
     """Return the exposed seconds of tensor parallelism: of a layer, and of embedding and head.
 
@@ -74,7 +74,7 @@ def _call_s(call: CollectiveCall, cluster: Cluster, size: int) -> float:
 
 
 def context_s(
-    model: ModelSpec, cluster: Cluster, plan: Plan, kind: Layer | None = None
+    model: ModelSpec, cluster: Cluster, plan: Plan, kind: LayerKind | None = None
 ) -> LayerTime:
     """Return the exposed seconds of ring attention in a layer: what its products do not hide.
 

@@ -10,7 +10,7 @@ import math
 from itertools import groupby
 from typing import NamedTuple
 
-from course_lib.core.layers import Layer, Matrix, layers, matrices
+from course_lib.core.layers import LayerKind, WeightMatrix, layers, matrices
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import score_pairs
 from course_lib.cost.hardware import Device
@@ -82,7 +82,7 @@ def trained_s(product: Product, cluster: Cluster, precision: str) -> LayerTime:
 
 
 def layer_products(
-    model: ModelSpec, plan: Plan, kind: Layer | None = None, load: float = 1.0
+    model: ModelSpec, plan: Plan, kind: LayerKind | None = None, load: float = 1.0
 ) -> list[Product]:
     """Return the products of a layer's forward on a rank, without those of attention's scores.
 
@@ -118,7 +118,7 @@ def large_products(model: ModelSpec, plan: Plan) -> list[Product]:
     return [one for flop, one in found if flop >= least]
 
 
-def _ways(one: Matrix, ranks: int) -> int:
+def _ways(one: WeightMatrix, ranks: int) -> int:
     """Return into how many parts the outputs of a matrix are split: fewer heads than ranks stay."""
     return min(ranks, one.pieces) if one.split == "outputs" else 1
 
@@ -136,7 +136,7 @@ def routed_tokens(model: ModelSpec, plan: Plan, load: float = 1.0) -> float:
 
 
 def layer_time(
-    model: ModelSpec, cluster: Cluster, plan: Plan, kind: Layer | None = None
+    model: ModelSpec, cluster: Cluster, plan: Plan, kind: LayerKind | None = None
 ) -> LayerTime:
     """Return the seconds of one layer of one micro-batch on a rank, without communication.
 
@@ -157,7 +157,7 @@ def layer_time(
 
 
 def attention_time(
-    model: ModelSpec, cluster: Cluster, plan: Plan, kind: Layer | None = None
+    model: ModelSpec, cluster: Cluster, plan: Plan, kind: LayerKind | None = None
 ) -> LayerTime:
     """Return the seconds of attention's scores: half of them in a fused causal kernel, or all.
 
@@ -180,14 +180,14 @@ def attention_time(
     return LayerTime(forward_s, 2 * forward_s)
 
 
-def _seen_share(model: ModelSpec, plan: Plan, kind: Layer) -> float:
+def _seen_share(model: ModelSpec, plan: Plan, kind: LayerKind) -> float:
     """Return the part of all pairs of tokens that the mask leaves: half, or those of a window."""
     if kind.window is None or kind.window >= plan.seq:
         return 0.5
     return score_pairs(plan.seq, kind.window, model.chunked, causal=True) / plan.seq**2
 
 
-def _between_s(model: ModelSpec, cluster: Cluster, plan: Plan, kind: Layer) -> float:
+def _between_s(model: ModelSpec, cluster: Cluster, plan: Plan, kind: LayerKind) -> float:
     """Return the seconds of norms, residual sums, activation and rotation in a layer's forward.
 
     With one fused kernel for each, a token's numbers are read or written twice per norm and six

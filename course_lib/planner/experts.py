@@ -8,7 +8,7 @@ Notebook 12_planner.
 
 from typing import NamedTuple
 
-from course_lib.core.layers import Layer
+from course_lib.core.layers import LayerKind
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import ModelSpec
 from course_lib.planner.cluster import Cluster
@@ -61,7 +61,7 @@ def exchange_s(cluster: Cluster, group: ExpertGroup, num_bytes: float, active: i
 
 
 def routed_s(
-    model: ModelSpec, cluster: Cluster, plan: Plan, kind: Layer, layer: LayerTime
+    model: ModelSpec, cluster: Cluster, plan: Plan, kind: LayerKind, layer: LayerTime
 ) -> LayerTime:
     """Return the exposed seconds of dispatch and combine in a layer, on the fullest rank.
 

@@ -11,7 +11,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
-from course_lib.core.layers import Layer, layer_kinds, layers
+from course_lib.core.layers import LayerKind, layer_kinds, layers
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.recipes import FP32
 from course_lib.core.specs import ModelSpec
@@ -53,7 +53,7 @@ def saved_bytes(
     micro_batch: int,
     seq: int,
     options: tuple[str, bool, int, Kernels],
-    kind: Layer | None = None,
+    kind: LayerKind | None = None,
 ) -> SavedBytes:
     """Return what a micro-batch saves, by `course_lib.memory.layer_bytes`.
 
@@ -112,7 +112,7 @@ class StageContents(NamedTuple):
     """
 
     num_layers: int
-    kinds: tuple[tuple[Layer, int], ...]
+    kinds: tuple[tuple[LayerKind, int], ...]
     num_params: int
     expert_params: int
 
@@ -147,7 +147,7 @@ def _stages_of(
 
 def _kinds_on_stages(
     model: ModelSpec, counts: tuple[int, ...], chunks: int, turns: bool
-) -> list[tuple[tuple[Layer, int], ...]]:
+) -> list[tuple[tuple[LayerKind, int], ...]]:
     """Return the kinds of the layers on each stage, with their numbers.
 
     Model chunks are dealt in turn, or there and back (zb-v), where equal ones divide the layers.
@@ -157,7 +157,7 @@ def _kinds_on_stages(
     if chunks > 1 and len(every) % (pp * chunks) == 0:
         order = [pp - 1 - n % pp if turns and n >= pp else n % pp for n in range(pp * chunks)]
         sizes = [len(every) // (pp * chunks)] * (pp * chunks)
-    stages: list[list[Layer]] = [[] for _ in counts]
+    stages: list[list[LayerKind]] = [[] for _ in counts]
     first = 0
     for stage, number in zip(order, sizes, strict=True):
         stages[stage] += every[first : first + number]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from course_lib.core.errors import MeshError
-from course_lib.core.layers import Layer, layer_kinds
+from course_lib.core.layers import LayerKind, layer_kinds
 from course_lib.core.specs import ModelSpec
 from course_lib.planner.cluster import Cluster
 from course_lib.planner.communication import StageWork, context_s, gradients_s, tensor_s
@@ -147,7 +147,7 @@ def _mean(each: list[tuple[int, LayerParts]]) -> list[LayerTime]:
     ]
 
 
-def _layer_parts(model: ModelSpec, cluster: Cluster, plan: Plan, kind: Layer) -> LayerParts:
+def _layer_parts(model: ModelSpec, cluster: Cluster, plan: Plan, kind: LayerKind) -> LayerParts:
     """Return the times of a layer of that kind."""
     software = cluster.software
     layer = layer_time(model, cluster, plan, kind)
