@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from course_lib.core.built import check_built, llama3_scaling
 from course_lib.core.errors import CourseError, ShapeError
-from course_lib.core.layers import Layer, layers
+from course_lib.core.layers import LayerKind, layers
 from course_lib.core.specs import ModelSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -106,7 +106,7 @@ class Block(nn.Module):
     def __init__(
         self,
         spec: ModelSpec,
-        layer: Layer | None = None,
+        layer: LayerKind | None = None,
         *,
         flash: bool = True,
         dropout: float = 0.0,
@@ -142,7 +142,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         spec: ModelSpec,
-        layer: Layer | None = None,
+        layer: LayerKind | None = None,
         *,
         flash: bool = True,
         dropout: float = 0.0,
