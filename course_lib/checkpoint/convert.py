@@ -1,8 +1,7 @@
-"""Convert a checkpoint: one safetensors file, a model for transformers, or PyTorch's own format.
+"""Convert a checkpoint: one safetensors file, a model of transformers, or PyTorch's own format.
 
-A model with LayerNorm, learned positions and GELU is a GPT-2 for the library transformers, one with
-RMSNorm, rotary positions and SwiGLU is a Llama. Safetensors files are written one tensor at a time.
-Notebook 14_checkpoint.
+`from_hub.py` goes the other way. Safetensors files are written one tensor at a time. Notebook
+14_checkpoint.
 """
 
 import json
@@ -16,7 +15,8 @@ import torch
 
 from course_lib.checkpoint.data_file import DTYPES, NAMES
 from course_lib.checkpoint.folder import Checkpoint, Reported, read_tensor
-from course_lib.checkpoint.hub_names import Renamed, renamed
+from course_lib.checkpoint.hub_names import IN_FILES, Renamed, renamed
+from course_lib.checkpoint.hub_writing import config_of
 from course_lib.checkpoint.local_state import LocalState
 from course_lib.checkpoint.model_state import whole_shard
 from course_lib.core.errors import CourseError
@@ -24,8 +24,6 @@ from course_lib.core.files import whole_file, write_whole
 from course_lib.core.plain_values import build
 from course_lib.core.specs import ModelSpec
 from course_lib.models import GPT
-
-HUB_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu", "relu": "relu"}
 
 
 def to_full(checkpoint: Checkpoint, path: Path, progress: Reported | None = None) -> None:
@@ -48,15 +46,20 @@ def to_hugging_face(
 
     spec   of the model; None: the one in the checkpoint's `run`
 
-    Raises: CourseError for a model that is neither a GPT-2 nor a Llama, or not of this spec
+    Raises: CourseError for a model that transformers does not have, or that is not of this spec
     """
     spec = spec or spec_of(checkpoint)
-    config = (_gpt2 if spec.positions == "learned" else _llama)(spec)
+    config = config_of(spec)
     _check_is(checkpoint, spec)
+    kind = config["model_type"]
     saved = [name.removeprefix("model.") for name in checkpoint.manifest.tensors]
     tensors = [
-        replace(one, sources=tuple(f"model.{name}" for name in one.sources))
-        for one in renamed(config["model_type"], spec, saved)
+        replace(
+            one,
+            name=IN_FILES.get(kind, {}).get(one.name, one.name),
+            sources=tuple(f"model.{name}" for name in one.sources),
+        )
+        for one in renamed(kind, spec, saved)
     ]
     _write(checkpoint, tensors, folder / "model.safetensors", {"format": "pt"}, progress)
     dtype = checkpoint.manifest.tensors["model.embedding.weight"].dtype
@@ -93,74 +96,6 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
     known = {field.name for field in fields(ModelSpec)}
     sizes = {name: value for name, value in found.items() if name in known}
     return build(ModelSpec, sizes, f"{checkpoint.path}, model")
-
-
-def _gpt2(spec: ModelSpec) -> dict[str, Any]:
-    """Return config.json of a GPT-2."""
-    _need(
-        spec,
-        "a GPT-2",
-        {
-            "LayerNorm": spec.norm == "layer",
-            "an MLP that is not gated": not spec.gated,
-            "biases": spec.bias is True,
-            "as many heads for keys as for queries": spec.kv_heads == spec.num_heads,
-            "heads that make up hidden": spec.q_hidden == spec.hidden,
-        },
-    )
-    return {
-        **{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-        **{"vocab_size": spec.padded_vocab, "n_positions": spec.max_seq, "n_embd": spec.hidden},
-        **{"n_layer": spec.num_layers, "n_head": spec.num_heads, "n_inner": spec.ffn_hidden},
-        **{"activation_function": HUB_ACTIVATIONS[spec.mlp_activation]},
-        **{"layer_norm_epsilon": spec.norm_eps},
-        **{"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-        **{"tie_word_embeddings": spec.tied, "bos_token_id": None, "eos_token_id": None},
-    }
-
-
-def _llama(spec: ModelSpec) -> dict[str, Any]:
-    """Return config.json of a Llama."""
-    _need(
-        spec,
-        "a Llama",
-        {
-            "RMSNorm": spec.norm == "rms",
-            "a gated MLP": spec.gated,
-            "biases of attention's output as of its input": (
-                spec.has_bias("qkv") == spec.has_bias("out")
-            ),
-            "rotary positions in all of a head and in all layers": (
-                spec.rope.share == 1 and not spec.nope_layers
-            ),
-        },
-    )
-    return {
-        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-        **{"vocab_size": spec.padded_vocab, "max_position_embeddings": spec.max_seq},
-        **{"hidden_size": spec.hidden, "intermediate_size": spec.ffn_hidden},
-        **{"num_hidden_layers": spec.num_layers, "num_attention_heads": spec.num_heads},
-        **{"num_key_value_heads": spec.kv_heads, "head_dim": spec.head_dim},
-        **{"hidden_act": HUB_ACTIVATIONS[spec.mlp_activation], "rms_norm_eps": spec.norm_eps},
-        **{"rope_theta": spec.rope.theta, "rope_scaling": dict(spec.rope.scaling) or None},
-        **{"attention_bias": spec.has_bias("out"), "mlp_bias": spec.has_bias("mlp")},
-        **{"tie_word_embeddings": spec.tied, "bos_token_id": None, "eos_token_id": None},
-    }
-
-
-def _need(spec: ModelSpec, architecture: str, conditions: Mapping[str, bool]) -> None:
-    conditions = {
-        **conditions,
-        "attention to all tokens before": spec.window is None,
-        "queries and keys that are not normed": spec.qk_norm == "none",
-        "an MLP behind attention": not spec.parallel,
-    }
-    missing = [need for need, holds in conditions.items() if not holds]
-    if missing:
-        raise CourseError(
-            f"convert: need {architecture} for a model with {spec.positions} positions; this one "
-            f"is without {' and '.join(missing)}: transformers has no class for it. Try --to full."
-        )
 
 
 def _check_is(checkpoint: Checkpoint, spec: ModelSpec) -> None:

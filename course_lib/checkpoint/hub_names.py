@@ -31,10 +31,10 @@ class Renamed:
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return their tensor from ours, which are in the order of `sources`."""
-        if len(tensors) == 1:
-            return tensors[0].T if self.transposed else tensors[0]
-        parts = [one.unflatten(0, (self.pieces, -1)) for one in tensors]
-        whole = torch.cat(parts, dim=1).flatten(0, 1)
+        whole = tensors[0]
+        if len(tensors) > 1:
+            parts = [one.unflatten(0, (self.pieces, -1)) for one in tensors]
+            whole = torch.cat(parts, dim=1).flatten(0, 1)
         return whole.T if self.transposed else whole
 
     def split(self, tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
@@ -126,6 +126,7 @@ NAMES = {
     "phi3": _PHI3,
     "starcoder2": _STARCODER2,
 }
+IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 
 
 def renamed(family: str, spec: ModelSpec, ours: Collection[str]) -> list[Renamed]:
@@ -133,6 +134,8 @@ def renamed(family: str, spec: ModelSpec, ours: Collection[str]) -> list[Renamed
 
     family   its `model_type`
     ours     the names in the state dict of GPT(spec): they tell which biases and norms there are
+
+    The output layer is `lm_head` there, but some files have another name for it: IN_FILES.
 
     Raises: CourseError for an architecture whose names are not here
     """

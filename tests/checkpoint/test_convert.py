@@ -62,12 +62,9 @@ def test_transformers_computes_the_same_logits(spec, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"bias": False}, "need a GPT-2 for a model with learned positions; this one is without b"),
-        ({"norm": "rms", "num_kv_heads": 2}, "without LayerNorm and as many heads for keys as for"),
-        (
-            {"positions": "rope"},
-            "need a Llama for a model with rope positions; this one is without",
-        ),
+        ({"bias": False}, "tiny is nearest to gpt2, which has other bias. Try --to full"),
+        ({"norm": "rms", "num_kv_heads": 2}, "to gpt2, which has other num_kv_heads, norm"),
+        ({"positions": "rope", "gated": True}, "nearest to gpt_neox, which has other gated"),
     ],
 )
 def test_a_model_that_transformers_does_not_have_is_one_sentence(change, says, tmp_path):
