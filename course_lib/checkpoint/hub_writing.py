@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
-from course_lib.core.hub_families import FAMILIES
-from course_lib.core.hub_fields import Config
+from course_lib.core.hub_config import read_values
 from course_lib.core.layers import layers
 from course_lib.core.specs import ModelSpec
 
@@ -48,8 +47,7 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
 def _read(config: dict[str, Any]) -> ModelSpec | None:
     """Return the spec that a config.json is read as; None where it fits no model."""
     try:
-        read = FAMILIES[config["model_type"]](Config(Path("config.json"), config))
-        return ModelSpec(**read)
+        return read_values(Path("config.json"), config)
     except CourseError:
         return None
 
@@ -91,7 +89,7 @@ def _written(spec: ModelSpec, kind: str) -> dict[str, Any]:
         **{"hidden_act": ACTIVATIONS[spec.mlp_activation]},
     }
     if kind == "gpt_neox":
-        common["rotary_pct"] = spec.rope.share
+        common |= {"rotary_emb_base": common.pop("rope_theta"), "rotary_pct": spec.rope.share}
         common |= {"layer_norm_eps": spec.norm_eps, "use_parallel_residual": spec.parallel}
         return {**about, **common, "attention_bias": spec.has_bias("qkv")}
     common |= {"num_key_value_heads": spec.kv_heads, "head_dim": spec.head_size}

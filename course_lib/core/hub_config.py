@@ -29,7 +29,14 @@ def read_config(path: str | os.PathLike[str]) -> ModelSpec:
     """
     path = Path(path)
     found = read_json(path, "a config.json")
-    values = found if isinstance(found, dict) else {}
+    return read_values(path, found if isinstance(found, dict) else {})
+
+
+def read_values(path: Path, values: dict[str, Any]) -> ModelSpec:
+    """Read the spec in the fields of a config.json; `path` is where they are, or would be.
+
+    Raises: CourseError as `read_config`
+    """
     kind = values.get("model_type")
     if isinstance(kind, str) and kind in NESTED:
         values = _of_text(path, kind, values)
