@@ -285,7 +285,7 @@ def test_a_row_of_a_table_has_experts_and_their_axis():
         ({"active": "9"}, "need active of at most count"),
         ({"dp": "4", "tp": "2"}, "need sequence_parallel with tp above 1"),
         ({"experts": ""}, "experts: need their number with active; got none."),
-        ({"experts": "", "active": "", "ep": "8"}, "need a model with experts for ep=8"),
+        ({"experts": "", "active": "", "ep": "8"}, "with experts for ep above 1; got ep=8"),
         ({"dense_layers": "33"}, "need experts.dense_layers below 32 layers"),
     ],
 )
