@@ -19,6 +19,7 @@ files are for: the method, and where the lesson has them, what predicts, measure
     planner            12  a training step predicted: its seconds by cause, its bytes by kind
     scaling_study      13  predict, run and compare strategies on a laptop or a cluster
     checkpoint         14  sharded, whole or not at all, loaded at any world size
+    context_parallel   15  one long sequence split over ranks: ring, Ulysses, all-gathered keys
 
 What they stand on, and what serves them:
 

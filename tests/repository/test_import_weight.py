@@ -13,7 +13,7 @@ IN_HELP = (*HEAVY, "rich.progress", "psutil", "importlib.metadata")  # what help
 COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy")
 LATER = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 ENGINES = ("deepspeed", "accelerate", "transformers", "lightning_fabric", "megatron", "matplotlib")
-ON_DEMAND = ("ddp", "fsdp", "mesh", "pipeline", "tensor_parallel", "zero")
+ON_DEMAND = ("context_parallel", "ddp", "fsdp", "mesh", "pipeline", "tensor_parallel", "zero")
 RANK = """
 import os, sys
 from course_lib.train import __main__ as command_line, launcher
@@ -47,6 +47,7 @@ def imported_by(code: str) -> set[str]:
         (COMMAND.format(["plan", "--help"]), (*HEAVY, "rich.progress", "psutil")),
         (COMMAND.format(SEARCH.split()), HEAVY),
         ("import course_lib.planner", (*HEAVY, "rich", "typer")),
+        ("import course_lib.context_parallel.cost", HEAVY),
         ("import course_lib.train.launcher", HEAVY),
         ("import course_lib.train.trainer", (*COMPILER, *LATER, *ENGINES)),
     ],

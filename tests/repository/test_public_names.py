@@ -34,6 +34,8 @@ PUBLIC = {
     "fsdp": "FSDP merge_shards",
     "checkpoint": "save load save_async latest Checkpoint PendingSave Broken all_checkpoints "
     "read_tensor rng_state set_rng_state",
+    "context_parallel": "all_gather_attention attend_block block_gradients context_loss merge "
+    "parallelize_context positions ring_attention shard shard_batch ulysses_attention unshard",
     "planner": "Plan Cluster predict search PredictedStep SearchResult find_cluster cluster_for",
     "cost.flops": "train_step_flop mfu",
     "checks": "check",
@@ -46,7 +48,7 @@ PUBLIC = {
 }
 LESSONS = (
     *("accumulation", "recompute", "memory", "speed", "collectives", "data_parallel", "ddp"),
-    *("tensor_parallel", "pipeline", "zero", "fsdp", "planner", "checkpoint"),
+    *("tensor_parallel", "pipeline", "zero", "fsdp", "planner", "checkpoint", "context_parallel"),
 )
 
 
