@@ -9,16 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, Adafactor, Muon, SparseAdam
 
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.presets import find_model
-from course_lib.data_parallel import LocalSGD, NaiveDDP
+from course_lib.data_parallel import LocalSGD, NaiveDDP, ParameterServer
 from course_lib.data_parallel.composition import wrapper_of
 from course_lib.ddp import DDP
 from course_lib.fsdp import FSDP
+from course_lib.fsdp.whole import WholeFSDP
 from course_lib.mesh import Mesh, RankMesh
 from course_lib.models import GPT, next_tokens, token_batch
 from course_lib.pipeline import Pipeline
@@ -61,6 +63,10 @@ def zero(name, module):
 
 def sharded(module):
     return ShardedOptimizer(module.parameters(), SGD, lr=0.5)
+
+
+def served(module):
+    return ParameterServer(module, SGD(module.parameters()))
 
 
 def one_after_another(first, second):
@@ -130,6 +136,26 @@ REFUSED = {
         SHARDED,
     ),
     "DDP(ZeRO3.module)": (lambda: DDP(zero("ZeRO3", net()).module), SHARDED),
+    "DDP(replicate)": (lambda: DDP(replicate(net())), WRAPPED),
+    "FSDP, after replicate": (lambda: one_after_another(replicate, FSDP), WRAPPED),
+    **{
+        f"{name}(WholeFSDP)": (lambda wrap=wrap: wrap(WholeFSDP(net())), SHARDED)
+        for name, wrap in ONCE.items()
+    },
+    "ShardedOptimizer of WholeFSDP": (lambda: sharded(WholeFSDP(net())), SHARDED),
+    "WholeFSDP, then torch DDP": (
+        lambda: one_after_another(WholeFSDP, TorchDDP),
+        "need code that knows",
+    ),
+    "WholeFSDP, then fully_shard": (
+        lambda: one_after_another(WholeFSDP, fully_shard),
+        "need code that",
+    ),
+    "LocalSGD, then FSDP": (
+        lambda: one_after_another(lambda m: LocalSGD(m, every=2), FSDP)[1].average(),
+        SHARDED,
+    ),
+    "ParameterServer of FSDP": (lambda: served(FSDP(net())), SHARDED),
     "LocalSGD(FSDP)": (lambda: LocalSGD(FSDP(net()), every=2), SHARDED),
     "ShardedOptimizer of FSDP": (lambda: sharded(FSDP(net())), SHARDED),
     "ShardedOptimizer of fully_shard": (lambda: sharded(fully_shard(net())), SHARDED),
