@@ -18,7 +18,13 @@ from torch._C import TensorBase
 from torch.optim.optimizer import _foreach_supported_types
 
 from course_lib.core.errors import CourseError
-from course_lib.data_parallel.composition import MODEL_PARALLEL, splits_of, wrapper_of
+from course_lib.data_parallel.composition import (
+    MODEL_PARALLEL,
+    TENSOR_PARALLEL,
+    splits_of,
+    wrapper_of,
+)
+from course_lib.data_parallel.elementwise import refuse_whole
 
 CLIP, CLIP_VALUE = "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"
 CLIP_WITH, SCALER = "torch.nn.utils.clip_grads_with_norm_", "torch.amp.GradScaler"
@@ -173,6 +179,38 @@ class PartParameter(GuardedParameter):
         **dict.fromkeys((CLIP_VALUE, STEP, TORCH_DDP, FULLY_SHARD), ""),
     }
     device = DEVICE  # nobody who asks is refused
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """True. An optimizer asks when made. Raises: CourseError if it needs whole tensors"""
+        reader = sys._getframe(1).f_locals.get("self")
+        if any(way == TENSOR_PARALLEL and len(ranks) > 1 for way, ranks in splits_of(self)):
+            refuse_whole(reader, TENSOR_PARALLEL)
+        return True
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that a method has replaced by its shard: an optimizer of it would train nothing.
+
+    It gets no gradient any more, and whoever looks for one is told so.
+    """
+
+    method, make = "FSDP", "FSDP(module)"
+
+    def _refuse(self, *_: Any) -> None:
+        raise CourseError(
+            f"{self.method}: need an optimizer of the shards; got one of a parameter that "
+            f"{self.method} has replaced by its shard, so it would train nothing. Try model = "
+            f"{self.make} first, then the optimizer of model.parameters()."
+        )
+
+    grad: Any = property(_refuse, _refuse, _refuse)
+
+
+class SplitParameter(ReplacedParameter):
+    """The same for tensor parallelism."""
+
+    method, make = TENSOR_PARALLEL, "parallelize(model, mesh)"
 
 
 # otherwise optimizers on GPUs would loop over the parameters

@@ -20,7 +20,7 @@ from course_lib.core.call_names import call_for
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
 from course_lib.data_parallel.gradients import accumulate, need_dense
-from course_lib.data_parallel.guarded import guard
+from course_lib.data_parallel.guarded import ReplacedParameter, guard
 from course_lib.fsdp.dim0_layout import Dim0Layout, columns
 from course_lib.fsdp.kept_grads import KeptGrads, is_negative_zero
 from course_lib.fsdp.mesh import ShardingGroups
@@ -29,7 +29,6 @@ from course_lib.zero.guards import (
     AwayParam,
     FSDPGrad,
     FSDPShard,
-    ReplacedParameter,
     refuse_gradient,
 )
 

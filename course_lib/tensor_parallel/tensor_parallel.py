@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.data_parallel.composition import check_wrappable
+from course_lib.data_parallel.guarded import SplitParameter, guard
 from course_lib.models.gpt import GPT, MLP, Attention, Dropout
 from course_lib.tensor_parallel.finish_watch import watch_finish
 from course_lib.tensor_parallel.layers import (
@@ -92,6 +93,7 @@ def parallelize(
     """
     group = _group_for(model, mesh)
     _check_same_start(model, group)
+    before = [*model.parameters()]
     options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
     _split_ends(model, options, gather_output=gather_output, overlap=overlap)
     for module in list(model.modules()):
@@ -107,6 +109,8 @@ def parallelize(
             model.positions.register_forward_hook(partial(_own_rows, group))
         layers = [module for module in model.modules() if isinstance(module, ShardedLayer)]
         watch_finish(model, {getattr(layer, name) for layer in layers for name in layer.shards})
+    for param in {*before} - {*model.parameters()}:
+        guard(param, SplitParameter)  # an optimizer of it would train nothing
     return model.train(model.training)
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_wrappable, mark_wrapped, wrapper_of
+from course_lib.data_parallel.elementwise import need_elementwise
 from course_lib.data_parallel.gradients import (
     NotCopied,
     call_when_accumulated,
@@ -23,7 +24,6 @@ from course_lib.data_parallel.gradients import (
     require_known,
 )
 from course_lib.data_parallel.guarded import CLIP, MODULE_CLEAR, STEP, GuardedParameter, guard
-from course_lib.zero.guards import need_elementwise
 
 
 class SentParam(GuardedParameter):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim import SGD, Adafactor, Muon, SparseAdam
+from torch.optim import LBFGS, SGD, Adafactor, Muon, SparseAdam
 
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.presets import find_model
@@ -93,6 +93,19 @@ def with_compiled_blocks(in_place):
 def split_gpt():
     torch.manual_seed(0)
     return parallelize(GPT(TINY), RankMesh(Mesh(tp=2)).device_mesh("tp"))
+
+
+def before_split(make):
+    """An optimizer of a model that tensor parallelism splits later."""
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    optimizer = make(model)
+    parallelize(model, RankMesh(Mesh(tp=2)).device_mesh("tp"))
+    return optimizer
+
+
+def sgd(model):
+    return SGD(model.parameters(), lr=0.5)
 
 
 def alone():
@@ -222,6 +235,18 @@ REFUSED = {
         lambda: setattr(one_after_another(lambda m: [*m.parameters()], FSDP)[1][0], "grad", None),
         "so it would train nothing",
     ),
+    "Muon of TP": (
+        lambda: Muon([split_gpt().embedding.weight]),
+        "tensor parallelism: need an optimizer that steps each number by itself",
+    ),
+    "LBFGS of TP": (lambda: LBFGS(split_gpt().parameters()), "each number by itself"),
+    **{
+        f"{name} before parallelize": (
+            lambda make=make: before_split(make).step(),
+            "tensor parallelism: need an optimizer of the shards; got one of a parameter that",
+        )
+        for name, make in {"SGD": sgd, "ShardedOptimizer": sharded}.items()
+    },
     "Muon of FSDP": (
         lambda: Muon(FSDP(nn.Linear(4, 4, bias=False)).parameters()),
         "FSDP: need an optimizer that steps each number by itself",
@@ -280,10 +305,6 @@ def losses(rank, wrap, make_optimizer=None):
         dist.all_reduce(total)
         found.append(total.item() / 2)
     return found
-
-
-def sgd(model):
-    return SGD(model.parameters(), lr=0.5)
 
 
 def losses_after(rank, earlier, name):
