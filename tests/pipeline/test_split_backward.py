@@ -104,7 +104,8 @@ def test_two_halves_give_the_gradients_of_one_backward(name, wants_x):
         (zero_bubble_h1(2, 3), 0, []),  # W follows at once, and rank 0 sends no gradient
         (zero_bubble_h1(2, 3), 1, [(0, 0), (0, 1), (0, 2)]),  # rank 0 waits for I
         (zero_bubble_v(2, 3), 0, [(1, 0), (1, 1), (1, 2)]),
-        (zero_bubble_v(2, 3), 1, [(0, 0), (0, 1), (0, 2)]),  # in the turn of the V nothing is sent
+        # in the turn of the V nothing is sent; the last W there fills a bubble
+        (zero_bubble_v(2, 3), 1, [(0, 0), (0, 1), (0, 2), (1, 2)]),
     ],
 )
 def test_only_what_another_rank_or_a_later_w_waits_for_is_split(schedule, rank, halved):
