@@ -23,7 +23,7 @@ from course_lib.data_parallel.gradients import NotCopied
 from course_lib.data_parallel.guarded import guard
 from course_lib.tensor_parallel.overlap import WeightAndBias, overlapped_columns
 from course_lib.tensor_parallel.regions import (
-    Split,
+    ShardAxis,
     copy_to_region,
     gather_columns,
     gather_sequence,
@@ -49,7 +49,7 @@ class ShardedLayer(NotCopied, nn.Module):
         super().__init__()
         self.member = member_of(group, type(self).__name__)
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.shards: dict[str, Split] = {}
+        self.shards: dict[str, ShardAxis] = {}
         self.parts = 0, 0
 
     def take_shard(self, name: str, whole: Tensor | None, dim: int, copies: int = 1) -> None:
@@ -59,7 +59,7 @@ class ShardedLayer(NotCopied, nn.Module):
         """
         shard = None
         if whole is not None:
-            self.shards[name] = Split(dim, whole.shape[dim], copies)
+            self.shards[name] = ShardAxis(dim, whole.shape[dim], copies)
             part = own_shard(whole.detach(), dim, self.group, copies)
             shard = nn.Parameter(part, whole.requires_grad)
             size = shard.shape[dim]

@@ -139,7 +139,7 @@ def split_columns(x: Tensor, group: Group = None) -> Tensor:
 # --- shards
 
 
-class Split(NamedTuple):
+class ShardAxis(NamedTuple):
     """How a parameter is split over the ranks of a group.
 
     dim      that is split, and its whole `size`
@@ -154,7 +154,7 @@ class Split(NamedTuple):
 def own_shard(whole: Tensor, dim: int, group: Group = None, copies: int = 1) -> Tensor:
     """Return a copy of this rank's shard along `dim`: ceil(n/p) of its n, padded with zeros.
 
-    copies   as in `Split`: p is the number of ranks divided by it
+    copies   as in `ShardAxis`: p is the number of ranks divided by it
 
     Shapes:  [..., n, ...] -> [..., ceil(n/p), ...]
     """

@@ -17,7 +17,7 @@ from course_lib.core.shards import Box, Shard
 from course_lib.models.gpt import Attention
 from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.tensor_parallel.layers import ShardedLayer
-from course_lib.tensor_parallel.regions import Split, gather_whole, own_shard
+from course_lib.tensor_parallel.regions import ShardAxis, gather_whole, own_shard
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def finish_gradients(model: nn.Module) -> None:
             grad.copy_(whole if how is None else own_shard(whole, how.dim, group, how.copies))
 
 
-def partial_params(model: nn.Module) -> dict[nn.Parameter, Split | None]:
+def partial_params(model: nn.Module) -> dict[nn.Parameter, ShardAxis | None]:
     """Return the parameters of whose gradients each rank has a part, and how they are split.
 
     The norm of each query and key has seen this rank's heads, and a head of keys or values that
@@ -59,7 +59,7 @@ def partial_params(model: nn.Module) -> dict[nn.Parameter, Split | None]:
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     per_head = {p for one in attentions for norm in (one.q_norm, one.k_norm)
                 for p in norm.parameters()}  # fmt: skip
-    found: dict[nn.Parameter, Split | None] = {}
+    found: dict[nn.Parameter, ShardAxis | None] = {}
     for param in model.parameters():
         how = splits.get(param)
         seen = layers[0].sequence_parallel or param in per_head
@@ -68,7 +68,7 @@ def partial_params(model: nn.Module) -> dict[nn.Parameter, Split | None]:
     return found
 
 
-def _placed(shard: Tensor, how: Split, group: Group) -> Tensor:
+def _placed(shard: Tensor, how: ShardAxis, group: Group) -> Tensor:
     """Return the whole tensor with this rank's shard in its place, and zeros elsewhere."""
     found = _narrow_shard(group, how, shard)
     whole = shard.new_zeros(found.shape)
@@ -155,7 +155,7 @@ def counted_once(model: nn.Module, rank: int) -> set[str]:
     return {name for name, (_, how) in splits.items() if rank % how.copies == 0}
 
 
-def _narrow_shard(group: Group, how: Split, tensor: Tensor) -> Shard:
+def _narrow_shard(group: Group, how: ShardAxis, tensor: Tensor) -> Shard:
     dim, size, copies = how
     shape = [*tensor.shape]
     shape[dim] = size
@@ -168,7 +168,7 @@ def _narrow_shard(group: Group, how: Split, tensor: Tensor) -> Shard:
     return Shard(tuple(shape), [(Box(offsets, tuple(part.shape)), part)])
 
 
-def _splits_of(layers: Mapping[str, ShardedLayer]) -> dict[str, tuple[Group, Split]]:
+def _splits_of(layers: Mapping[str, ShardedLayer]) -> dict[str, tuple[Group, ShardAxis]]:
     """Return by name of each split parameter: its group, and how it is split."""
     return {
         f"{path}.{name}".lstrip("."): (layer.group, how)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.data_parallel.composition import check_wrappable
+from course_lib.data_parallel.guarded import SplitParameter, guard
 from course_lib.models.gpt import GPT, MLP, Attention, Dropout
 from course_lib.tensor_parallel.finish_watch import watch_finish
 from course_lib.tensor_parallel.layers import (
@@ -94,6 +95,7 @@ def parallelize(
     """
     group = _group_for(model, mesh)
     _check_same_start(model, group)
+    before = [*model.parameters()]
     options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
     _split_ends(model, options, gather_output=gather_output, overlap=overlap)
     for module in list(model.modules()):
@@ -108,6 +110,8 @@ def parallelize(
         if model.positions is not None:
             model.positions.register_forward_hook(partial(_own_rows, group))
     watch_finish(model, partial_params(model))
+    for param in {*before} - {*model.parameters()}:
+        guard(param, SplitParameter)  # an optimizer of it would train nothing
     return model.train(model.training)
 
 

@@ -110,7 +110,7 @@ def the_mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-class Split(Alone):
+class ShardAxis(Alone):
     """All ranks have the whole batch, and begin alike."""
 
     name, same_seed = "tensor parallel", True
@@ -144,7 +144,7 @@ def test_tensor_parallel_has_the_numbers_of_one_process(
 ):
     laws = every_module(sequence_parallel=sequence_parallel, optimizer="plain sgd")
     laws += ways(["GPT, uneven"], [{"sequence_parallel": sequence_parallel}])
-    assert_laws(pools(world_size).run, Split, lasting(length, laws))
+    assert_laws(pools(world_size).run, ShardAxis, lasting(length, laws))
 
 
 def assert_law(by_rank, wanted):
@@ -353,7 +353,7 @@ PLANTED = {
 def test_a_broken_layer_fails_the_law(pools, planted):
     place, attribute, broken, name = PLANTED[planted]
     (law,) = ways([name], [{"sequence_parallel": False}])
-    assert_broken(pools(2), Split, law, lambda: patch.object(place, attribute, broken))
+    assert_broken(pools(2), ShardAxis, law, lambda: patch.object(place, attribute, broken))
 
 
 def test_gelu_before_the_sum_fails_the_law(pools):
@@ -382,7 +382,7 @@ def test_gelu_before_the_sum_fails_the_law(pools):
 def test_a_broken_step_fails_the_law(pools, sequence_parallel, broken):
     options = {"sequence_parallel": sequence_parallel, **broken}
     with pytest.raises(AssertionError, match=r"off by|differs"):
-        assert_laws(pools(2).run, Split, ways(["GPT, recomputed"], [options]))
+        assert_laws(pools(2).run, ShardAxis, ways(["GPT, recomputed"], [options]))
 
 
 def test_two_conventions_of_the_backward_of_a_sum(pools):
