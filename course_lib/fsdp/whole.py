@@ -27,7 +27,7 @@ from course_lib.zero.clip import clip_shards
 from course_lib.zero.guards import Away, FSDPGrad, FSDPShard, refuse_gradient
 
 
-class AwayParam(Away, GuardedParameter):
+class NotGathered(Away, GuardedParameter):
     """A parameter while its unit is freed: whatever computes with it, or steps it, is told so."""
 
     engine, is_kept = "WholeFSDP", True
@@ -73,7 +73,7 @@ class WholeUnit:
     def free(self) -> None:
         """Take its memory: what autograd has saved of parameters is valid after the next gather."""
         self.whole.untyped_storage().resize_(0)
-        self._let_params_be(AwayParam, [self.whole.new_empty(0)] * len(self.params))
+        self._let_params_be(NotGathered, [self.whole.new_empty(0)] * len(self.params))
 
     def _let_params_be(self, kind: type[nn.Parameter], values: Sequence[Tensor]) -> None:
         for param, value in zip(self.params, values, strict=True):
