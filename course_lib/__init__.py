@@ -30,7 +30,7 @@ What they stand on, and what serves them:
     display                pictures and widgets
     train                  the training script, `python -m course_lib.train`
     jobs                   job scripts, schedulers, run records brought home
-    checks                 what the exercises call: checks that name the misconception
+    checks                 what exercises call, by lesson (`checks/zero`): what is wrong, and why
     workbooks              a learner's notebooks: found, checked, updated, handed in
     cli                    the `course` command
 

@@ -39,6 +39,12 @@ def operations():
     return drawn.operations_on_roof()[0]
 
 
+def experts():
+    """Draw the bytes of dense models and of those with experts against their FLOP."""
+    return drawn.bytes_against_flop()[0]
+
+
 def pictures():
     """Return all pictures by the names that the deck uses."""
-    return {draw.__name__: draw() for draw in (rule_of_thumb, real_runs, convention, operations)}
+    drawings = rule_of_thumb, real_runs, convention, operations, experts
+    return {draw.__name__: draw() for draw in drawings}

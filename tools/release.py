@@ -15,7 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path("build", "release")
-PAGES = ("glossary.md", "cluster_student.md", "checkpoints.md", "engines.md", "planner.md")
+PAGES = tuple(
+    f"{name}.md"
+    for name in ("glossary", "cluster_student", "checkpoints", "engines", "models", "planner")
+)
 NOON = (1980, 1, 1, 12, 0, 0)  # the same commit gives the same zip
 NAME = "distributed-training-course"
 README = """\

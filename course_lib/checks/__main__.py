@@ -35,19 +35,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="right answers only, with seconds")
     parser.add_argument("--freeze", action="store_true", help="write a lesson's seen.json.gz")
     options = parser.parse_args(arguments)
-    if options.freeze:
-        for lesson in options.keys:
-            freeze(lesson)
-        return 0
-    found = [one for key in options.keys for one in exercises_of(key) or (find_exercise(key),)]
+    try:
+        if options.freeze:
+            for lesson in options.keys:
+                freeze(lesson)
+            return 0
+        found = [one for key in options.keys for one in exercises_of(key) or (find_exercise(key),)]
+    except CourseError as error:
+        print(error)
+        return 1
     return int(sum(not _prove(one, options.show, options.table) for one in found) > 0)
 
 
 def freeze(lesson: str) -> None:
-    """Run the answers of a lesson's exercises that are judged by example; keep what they show."""
+    """Run the answers of a lesson's exercises that are judged by example; keep what they show.
+
+    Raises: CourseError where the lesson has none of these
+    """
+    kept = [one for one in exercises_of(lesson) if isinstance(one.check, ByExample)]
+    if not kept:
+        raise CourseError(
+            f"--freeze: need a lesson that has exercises on ranks, such as ddp; got {lesson!r}."
+        )
     path = seen_file(lesson)
     path.unlink(missing_ok=True)
-    kept = [one for one in exercises_of(lesson) if isinstance(one.check, ByExample)]
     with _quiet():
         seen = {one.key: {"of": made_of(one.key), **values_of(one)} for one in kept}
     path.write_bytes(gzip.compress(json.dumps(seen).encode(), mtime=0))

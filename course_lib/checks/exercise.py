@@ -238,7 +238,7 @@ def find_exercise(key: str) -> Exercise:
 
     Raises: CourseError that lists the keys that come nearest.
     """
-    lesson = key.rpartition("-")[0]
+    lesson = key.rpartition("-")[0] or key
     exercises = exercises_of(lesson)
     for exercise in exercises:
         if exercise.key == key:

@@ -55,6 +55,7 @@ class Layout(StrEnum):
     full = "full"
     hf = "hf"
     dcp = "dcp"
+    course = "course"
 
 
 def add_checkpoint_commands(app: typer.Typer) -> None:
@@ -138,8 +139,9 @@ def convert(
         Layout,
         typer.Option(
             "--to",
-            help="full: one safetensors file; hf: a folder for transformers, if the model is a "
-            "GPT-2 or a Llama; dcp: a folder for torch.distributed.checkpoint.",
+            help="full: one safetensors file; hf: a folder for transformers; dcp: a folder for "
+            "torch.distributed.checkpoint; course: DIR is a folder of transformers, and OUT gets "
+            "a checkpoint of step 0.",
         ),
     ],
     step: StepOption = None,
@@ -152,14 +154,18 @@ def convert(
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
 ) -> None:
-    """Verify a checkpoint, and write it in another layout.
+    """Verify a checkpoint, and write it in another layout; or read a model of transformers.
 
     \b
     course checkpoint convert runs/a model.safetensors --to full
     course checkpoint convert runs/a gpt2 --to hf --step 100
+    course checkpoint convert downloads/qwen3 runs/b --to course
     """
     from course_lib.checkpoint import convert as conversions
 
+    if to == Layout.course:
+        _from_hub(Path(folder), out, {"--step": step, "--model": model})
+        return
     one = _chosen(folder, step)
     _check_out(out, to, force)
     if problem := _problem(one):
@@ -295,6 +301,19 @@ def _none(folder: str, which: str) -> CourseError:
     return CourseError(
         f"{folder}: need a checkpoint{which}; there is none. Try: course checkpoint ls {folder}"
     )
+
+
+def _from_hub(folder: Path, out: Path, unused: Mapping[str, Any]) -> None:
+    """Save a model of transformers as a checkpoint, in a folder that has none."""
+    from course_lib.checkpoint.from_hub import from_hugging_face
+
+    if given := [name for name, value in unused.items() if value not in (None, "")]:
+        raise CourseError(f"{given[0]}: need none with --to course; DIR has one model, of no step.")
+    if out.exists():
+        raise CourseError(f"{out}: need a path where nothing is; it is there. Try another OUT.")
+    with _bytes_bar(f"{folder} to {out}") as done:
+        from_hugging_face(folder, out, done)
+    print(f"{out} is written, of step 0.")
 
 
 def _check_out(out: Path, to: Layout, force: bool) -> None:

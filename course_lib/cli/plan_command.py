@@ -19,9 +19,10 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should not wa
 
 EPILOG = (
     "A row of --table is a plan. The columns id, layers, hidden and heads are required; kv_heads, "
-    "ffn, gated, vocab, seq, tied, gpu, nodes, gpus_per_node, dp, tp, pp, cp, chunks, "
-    "micro_batch, num_micro_batches, zero, sequence_parallel, recompute, flash, precision, "
-    "cluster and schedule have defaults where they are empty. t_f_ms, t_b_ms, t_w_ms and "
+    "head_dim, ffn, gated, vocab, seq, tied, experts, active, expert_ffn, shared_ffn, "
+    "dense_layers, gpu, nodes, gpus_per_node, dp, tp, pp, cp, ep, expert_tp, chunks, micro_batch, "
+    "num_micro_batches, zero, sequence_parallel, recompute, flash, precision, cluster and schedule "
+    "have defaults where they are empty. t_f_ms, t_b_ms, t_w_ms and "
     "t_comm_ms are measured times of a micro-batch, which replace predicted ones. With pp above "
     "1, the seconds of a plan differ from those in the ranked list, mostly by less than 1 %: a "
     "table is predicted by closed forms, and the list is simulated. docs/planner.md says how "
@@ -40,8 +41,8 @@ ModelName = Annotated[
     str,
     typer.Option(
         "--model",
-        help="A preset such as llama-70b, or the path of a Hugging Face config.json (GPT-2 or "
-        "Llama). --model list prints the presets.",
+        help="A preset such as llama-70b, or the path of a Hugging Face config.json "
+        "(docs/models.md says which). --model list prints the presets.",
     ),
 ]
 ClusterName = Annotated[
@@ -50,9 +51,10 @@ ClusterName = Annotated[
         "--cluster",
         help="A profile, with the speed between nodes per GPU: selene-a100 and vtrain-a100 (nodes "
         "of 8 A100 80 GB, NVLink; 22 GB/s), hf-h100 (8 H100, NVLink; 20 GB/s), torchtitan-h100 (8 "
-        "H100, NVLink; 45 GB/s), dgx-h200 and dgx-b200 (8 H200 or B200; 45 GB/s), gb200-nvl72 (64 "
-        "of a rack's 72 GB200, NVLink; 45 GB/s), a6000-pcie (4 A6000, PCIe; 1.2 GB/s), laptop (4 "
-        "processes on a CPU; 1 GB/s). Or the links.json that `course study` measured.",
+        "H100, NVLink; 45 GB/s), dgx-h100 (the same, 45 GB/s, as fitted on models with experts), "
+        "dgx-h200 and dgx-b200 (8 H200 or B200; 45 GB/s), gb200-nvl72 (64 of a rack's 72 GB200, "
+        "NVLink; 45 GB/s), a6000-pcie (4 A6000, PCIe; 1.2 GB/s), laptop (4 processes on a CPU; 1 "
+        "GB/s). Or the links.json that `course study` measured.",
     ),
 ]
 NodesOption = Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the cluster.")]
@@ -270,7 +272,8 @@ def _print_bill(step: "PredictedStep") -> None:
 def _facts(step: "PredictedStep") -> dict[str, Any]:
     plan, axes = step.plan, step.plan.parallelism
     return {
-        **{name: getattr(axes, name) for name in ("dp", "tp", "pp", "cp", "zero")},
+        **{name: getattr(axes, name) for name in ("dp", "tp", "pp", "cp", "ep", "zero")},
+        "expert_tp": axes.expert_tensor,
         "sequence_parallel": axes.sequence_parallel,
         "schedule": plan.schedule,
         "chunks": plan.num_model_chunks,

@@ -4,7 +4,7 @@ records       `Event`, `Ledger`, `RunRecord`: what ranks do and hold, and the fi
 specs         `ModelSpec`: the sizes of a transformer
 layers        the matrices of its layers, from which all counts follow
 hub_config    `read_config`: the spec in a config.json
-presets       named models: GPT-2, Llama, those of the papers, and small ones
+presets       named models: GPT-2, Llama, those of the papers, published files, and small ones
 parallelism   `Parallelism`: the sizes of the parallel axes (dp, tp, pp, cp) and the ZeRO stage
 recipes       precision recipes: bytes per parameter for weights, gradients, optimizer state
 links         `Link`: latency and bandwidth; NVLink, PCIe, InfiniBand, Ethernet

@@ -7,42 +7,65 @@ make every count wrong without a word. Notebook 01_memory.
 
 import os
 from pathlib import Path
+from typing import Any
 
 from course_lib.core.errors import CourseError
 from course_lib.core.files import read_json
 from course_lib.core.hub_families import FAMILIES
-from course_lib.core.hub_fields import EXTRAS, Config
+from course_lib.core.hub_fields import Config
+from course_lib.core.hub_usual import USUAL
 from course_lib.core.specs import ModelSpec
+
+TIED = "tie_word_embeddings"
+# models of text and more that have the sizes in text_config; whether their code ties by itself
+NESTED = {"gemma3": True, "llama4": False, "mistral3": True}
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelSpec:
     """Read the spec in a Hugging Face `config.json`: of the model of text, where it has others too.
 
-    Raises: CourseError for a file that cannot be read, an architecture or a field that is not known
+    Raises: CourseError for a file that cannot be read, an architecture or a field that is not
+            known, sizes that do not fit
     """
     path = Path(path)
     found = read_json(path, "a config.json")
-    values = found if isinstance(found, dict) else {}
+    return read_values(path, found if isinstance(found, dict) else {})
+
+
+def read_values(path: Path, values: dict[str, Any]) -> ModelSpec:
+    """Read the spec in the fields of a config.json; `path` is where they are, or would be.
+
+    Raises: CourseError as `read_config`
+    """
     kind = values.get("model_type")
-    if isinstance(inner := values.get("text_config"), dict):
-        outer = {k: v for k, v in values.items() if k in ("tie_word_embeddings",)}
-        kind = inner.get("model_type") or kind
-        values = {**outer, **inner}
-    kind = kind.removesuffix("_text") if isinstance(kind, str) else kind
+    if isinstance(kind, str) and kind in NESTED:
+        values = _of_text(path, kind, values)
+        kind = values["model_type"]
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CourseError(
-            f"{path}: need model_type {', '.join(FAMILIES)}; got {repr(kind)[:60]}. "
+            f"{path}: need model_type {', '.join((*FAMILIES, *NESTED))}; got {repr(kind)[:60]}. "
             "Try ModelSpec(...) with the sizes yourself."
         )
-    config = Config(path, values)
-    fields = FAMILIES[kind](config)
-    fields["extras"] = (*fields.get("extras", ()), *_extras(config))
-    config.refuse_unread()
-    return ModelSpec(name=path.stem if path.stem != "config" else kind, **fields)
+    config = Config(path, values, USUAL[kind])
+    try:
+        fields = FAMILIES[kind](config)
+        config.refuse_others()
+        fields["extras"] = (*fields.get("extras", ()), *config.extras())
+        return ModelSpec(name=path.stem if path.stem != "config" else kind, **fields)
+    except CourseError as error:
+        where = "" if str(error).startswith(str(path)) else f"{path}: "
+        raise type(error)(f"{where}{error}") from None
 
 
-def _extras(config: Config) -> list[str]:
-    """Return the fields of EXTRAS that are on."""
-    given = {key: config.values.get(key) for key in EXTRAS}
-    config.read.update(EXTRAS)
-    return [key for key, value in given.items() if value is not None and value != EXTRAS[key]]
+def _of_text(path: Path, kind: str, outer: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the model of text inside a model of text and more."""
+    inner = outer.get("text_config")
+    if not isinstance(inner, dict):
+        raise CourseError(f"{path}: need text_config with the sizes of the model of text.")
+    tied = outer.get(TIED, NESTED[kind])
+    if inner.get(TIED, tied) != tied:  # the code looks at the outer one
+        raise CourseError(
+            f"{path}, {TIED}: need the same inside and outside of text_config; got "
+            f"{repr(inner[TIED])[:60]} and {repr(tied)[:60]}."
+        )
+    return {"model_type": f"{kind}_text", **inner, TIED: tied}

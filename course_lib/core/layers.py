@@ -12,7 +12,7 @@ from typing import NamedTuple
 from course_lib.core.specs import Experts, LatentAttention, ModelSpec
 
 
-class Layer(NamedTuple):
+class LayerKind(NamedTuple):
     """A kind of layer: what the layers of one model may differ in.
 
     window   tokens that a token attends to; None: all
@@ -25,7 +25,7 @@ class Layer(NamedTuple):
     rotary: bool = False
 
 
-class Matrix(NamedTuple):
+class WeightMatrix(NamedTuple):
     """Linear layer [inputs] -> [outputs] of a layer.
 
     part     "attention", "mlp", "router" or "experts"
@@ -47,7 +47,7 @@ class Matrix(NamedTuple):
     active: int = 1
 
 
-class Vector(NamedTuple):
+class WeightVector(NamedTuple):
     """Weights of a layer that are no matrix: norms, sinks.
 
     pieces   heads over which tensor parallelism splits it; 1: each rank has all
@@ -60,12 +60,12 @@ class Vector(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def layers(spec: ModelSpec) -> tuple[Layer, ...]:
+def layers(spec: ModelSpec) -> tuple[LayerKind, ...]:
     """Return the kind of each layer, first to last."""
     windowed = range(spec.num_layers) if spec.window_layers is None else set(spec.window_layers)
     dense = set(spec.experts.dense_layers) if spec.experts else range(spec.num_layers)
     return tuple(
-        Layer(
+        LayerKind(
             window=spec.window if n in windowed else None,
             routed=n not in dense,
             rotary=spec.positions == "rope" and n not in spec.nope_layers,
@@ -75,13 +75,13 @@ def layers(spec: ModelSpec) -> tuple[Layer, ...]:
 
 
 @lru_cache(maxsize=4096)
-def layer_kinds(spec: ModelSpec) -> dict[Layer, int]:
+def layer_kinds(spec: ModelSpec) -> dict[LayerKind, int]:
     """Return how many layers of each kind there are."""
     return dict(Counter(layers(spec)))
 
 
 @lru_cache(maxsize=4096)
-def matrices(spec: ModelSpec, layer: Layer) -> tuple[Matrix, ...]:
+def matrices(spec: ModelSpec, layer: LayerKind) -> tuple[WeightMatrix, ...]:
     """Return the matrices of a layer of that kind, in the order in which they are used."""
     attention = _heads(spec) if spec.latent is None else _latent(spec, spec.latent)
     if layer.routed and spec.experts is not None:
@@ -89,61 +89,66 @@ def matrices(spec: ModelSpec, layer: Layer) -> tuple[Matrix, ...]:
     return (*attention, *_mlp(spec, "", "mlp", spec.ffn_hidden, spec.has_bias("mlp")))
 
 
-def _heads(spec: ModelSpec) -> list[Matrix]:
+def _heads(spec: ModelSpec) -> list[WeightMatrix]:
     h, kv, bias = spec.hidden, spec.kv_heads, spec.has_bias("qkv")
-    out = Matrix("out", "attention", spec.mixed_hidden, h, "inputs", spec.num_heads)
+    out = WeightMatrix("out", "attention", spec.mixed_hidden, h, "inputs", spec.num_heads)
     return [
-        Matrix("q", "attention", h, spec.q_hidden, "outputs", spec.num_heads, bias),
-        Matrix("k", "attention", h, spec.kv_hidden, "outputs", kv, bias),
-        Matrix("v", "attention", h, spec.kv_heads * spec.value_size, "outputs", kv, bias),
+        WeightMatrix("q", "attention", h, spec.q_hidden, "outputs", spec.num_heads, bias),
+        WeightMatrix("k", "attention", h, spec.kv_hidden, "outputs", kv, bias),
+        WeightMatrix("v", "attention", h, spec.kv_heads * spec.value_size, "outputs", kv, bias),
         out._replace(bias=spec.has_bias("out")),
     ]
 
 
-def _latent(spec: ModelSpec, latent: LatentAttention) -> list[Matrix]:
+def _latent(spec: ModelSpec, latent: LatentAttention) -> list[WeightMatrix]:
     h, heads, bias = spec.hidden, spec.num_heads, spec.has_bias("qkv")
-    queries = [Matrix("q", "attention", h, spec.q_hidden, "outputs", heads)]
+    queries = [WeightMatrix("q", "attention", h, spec.q_hidden, "outputs", heads)]
     if latent.q_rank is not None:
         queries = [
-            Matrix("q_down", "attention", h, latent.q_rank, bias=bias),
-            Matrix("q_up", "attention", latent.q_rank, spec.q_hidden, "outputs", heads),
+            WeightMatrix("q_down", "attention", h, latent.q_rank, bias=bias),
+            WeightMatrix("q_up", "attention", latent.q_rank, spec.q_hidden, "outputs", heads),
         ]
     both = heads * (latent.nope_dim + latent.value_dim)
     return [
         *queries,
-        Matrix("kv_down", "attention", h, latent.kv_rank + latent.rope_dim, bias=bias),
-        Matrix("kv_up", "attention", latent.kv_rank, both, "outputs", heads),
-        Matrix(*("out", "attention", spec.mixed_hidden, h, "inputs", heads), spec.has_bias("out")),
+        WeightMatrix("kv_down", "attention", h, latent.kv_rank + latent.rope_dim, bias=bias),
+        WeightMatrix("kv_up", "attention", latent.kv_rank, both, "outputs", heads),
+        WeightMatrix(
+            *("out", "attention", spec.mixed_hidden, h, "inputs", heads), spec.has_bias("out")
+        ),
     ]
 
 
-def _mlp(spec: ModelSpec, before: str, part: str, wide: int, bias: bool) -> list[Matrix]:
+def _mlp(spec: ModelSpec, before: str, part: str, wide: int, bias: bool) -> list[WeightMatrix]:
     """Return the two or three matrices of an MLP whose names begin with `before`."""
     names = ("gate", "up") if spec.gated else ("up",)
-    into = [Matrix(before + name, part, spec.hidden, wide, "outputs", wide, bias) for name in names]
-    return [*into, Matrix(before + "down", part, wide, spec.hidden, "inputs", wide, bias)]
+    into = [
+        WeightMatrix(before + name, part, spec.hidden, wide, "outputs", wide, bias)
+        for name in names
+    ]
+    return [*into, WeightMatrix(before + "down", part, wide, spec.hidden, "inputs", wide, bias)]
 
 
-def _experts(spec: ModelSpec, experts: Experts) -> list[Matrix]:
-    router = Matrix("router", "router", spec.hidden, experts.count, bias=experts.router_bias)
+def _experts(spec: ModelSpec, experts: Experts) -> list[WeightMatrix]:
+    router = WeightMatrix("router", "router", spec.hidden, experts.count, bias=experts.router_bias)
     routed = [
         one._replace(copies=experts.count, active=experts.active)
         for one in _mlp(spec, "expert ", "experts", experts.ffn_hidden, experts.bias)
     ]
     if not experts.shared_hidden:
         return [router, *routed]
-    gate = [Matrix("shared gate of the sum", "router", spec.hidden, 1)] * experts.shared_gate
+    gate = [WeightMatrix("shared gate of the sum", "router", spec.hidden, 1)] * experts.shared_gate
     shared = _mlp(spec, "shared ", "mlp", experts.shared_hidden, spec.has_bias("mlp"))
     return [router, *routed, *gate, *shared]
 
 
-def weights(spec: ModelSpec, layer: Layer) -> tuple[Matrix | Vector, ...]:
+def weights(spec: ModelSpec, layer: LayerKind) -> tuple[WeightMatrix | WeightVector, ...]:
     """Return all weights of a layer of that kind."""
     return (*matrices(spec, layer), *vectors(spec))
 
 
 @lru_cache(maxsize=4096)
-def vectors(spec: ModelSpec) -> tuple[Vector, ...]:
+def vectors(spec: ModelSpec) -> tuple[WeightVector, ...]:
     """Return the weights of a layer that are no matrices: of its norms, and its sinks."""
     found = [
         one._replace(name=f"norm {n} {one.name}")
@@ -151,21 +156,23 @@ def vectors(spec: ModelSpec) -> tuple[Vector, ...]:
         for one in norm_vectors(spec)
     ]
     if spec.qk_norm == "head":
-        found += [Vector(f"{name} norm", "norms", spec.head_size) for name in "qk"]
+        found += [WeightVector(f"{name} norm", "norms", spec.head_size) for name in "qk"]
     if spec.qk_norm == "whole":
         found += [
-            Vector("q norm", "norms", spec.q_hidden, spec.num_heads),
-            Vector("k norm", "norms", spec.kv_hidden, spec.kv_heads),
+            WeightVector("q norm", "norms", spec.q_hidden, spec.num_heads),
+            WeightVector("k norm", "norms", spec.kv_hidden, spec.kv_heads),
         ]
     if spec.latent is not None:
-        found += [Vector("q norm", "norms", spec.latent.q_rank)] if spec.latent.q_rank else []
-        found += [Vector("kv norm", "norms", spec.latent.kv_rank)]
+        found += [WeightVector("q norm", "norms", spec.latent.q_rank)] if spec.latent.q_rank else []
+        found += [WeightVector("kv norm", "norms", spec.latent.kv_rank)]
     if spec.sinks:
-        found.append(Vector("sinks", "attention", spec.num_heads, spec.num_heads))
+        found.append(WeightVector("sinks", "attention", spec.num_heads, spec.num_heads))
     return tuple(found)
 
 
-def norm_vectors(spec: ModelSpec) -> tuple[Vector, ...]:
+def norm_vectors(spec: ModelSpec) -> tuple[WeightVector, ...]:
     """Return the weights of one norm over hidden."""
     bias = spec.norm == "layer" and spec.has_bias("norm")
-    return tuple(Vector(name, "norms", spec.hidden) for name in ("weight", "bias")[: 1 + bias])
+    return tuple(
+        WeightVector(name, "norms", spec.hidden) for name in ("weight", "bias")[: 1 + bias]
+    )

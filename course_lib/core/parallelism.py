@@ -87,8 +87,8 @@ class Parallelism:
             split.append(("ffn_hidden", spec.ffn_hidden, "tp"))
         if experts is None and self.ep > 1:
             raise MeshError(
-                f"Parallelism: need a model with experts for ep={self.ep}; {spec.name} has none. "
-                "Try ep=1."
+                f"Parallelism: need a model with experts for ep above 1; got ep={self.ep} and "
+                f"{spec.name}, which is dense. Try ep=1."
             )
         if experts is not None:
             split.append(("experts.count", experts.count, "ep"))

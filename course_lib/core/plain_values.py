@@ -29,11 +29,15 @@ def build(kind: Any, value: Any, where: str) -> Any:
         return value
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, Mapping):
         return kind(**_fields(kind, value, where))
-    if origin in (Union, types.UnionType):  # a kind, or None
-        (kind,) = set(inside) - {types.NoneType}
-        return None if value is None else build(kind, value, where)
-    if origin in (tuple, list, Sequence) and isinstance(value, list | tuple):
-        found = [build(inside[0], one, f"{where}[{n}]") for n, one in enumerate(value)]
+    if origin in (Union, types.UnionType):
+        *others, kind = (one for one in inside if one is not types.NoneType)
+        if (value is None and types.NoneType in inside) or any(_is_plain(x, value) for x in others):
+            return value
+        return build(kind, value, where)
+    each = inside if origin is tuple and ... not in inside else inside[:1] * _length(value)
+    if origin in (tuple, list, Sequence) and len(each) == _length(value):
+        pairs = enumerate(zip(each, value, strict=True))
+        found = [build(one_kind, one, f"{where}[{n}]") for n, (one_kind, one) in pairs]
         return found if origin is list else tuple(found)
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         return {key: build(inside[1], one, f"{where}.{key}") for key, one in value.items()}
@@ -57,6 +61,11 @@ def _fields(kind: Any, value: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _known(kind: Any) -> tuple[dict[str, Field[Any]], dict[str, Any]]:
     """Return the fields of a dataclass by name, and their types."""
     return {one.name: one for one in fields(kind)}, get_type_hints(kind)
+
+
+def _length(value: Any) -> int:
+    """Return the number of items of a list or tuple, which other values are not."""
+    return len(value) if isinstance(value, list | tuple) else -1
 
 
 def _is_plain(kind: Any, value: Any) -> bool:

@@ -1,18 +1,22 @@
 """Named models: GPT-2, Llama, those of the papers that are compared with, and small ones.
 
 `MODELS["llama-8b"]` is a ModelSpec of a GPT, `ENCODERS["bert-tiny"]` one of a BERT. A comment names
-the source of each family's sizes.
+the source of each family's sizes. Models of other families are the published `config.json` files in
+`course_lib/core/configs`.
 """
 
 import difflib
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from course_lib.core.errors import CourseError
-from course_lib.core.specs import ModelSpec
+from course_lib.core.hub_config import read_config
+from course_lib.core.specs import ModelSpec, Rope
 
-SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])(?![a-z])")  # such as the 13b of llama2-13b
+SIZE = re.compile(r"(\d+x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])")  # such as the 13b of llama2-13b
+FAMILY = re.compile(r"[a-z]*")  # such as the llama of llama2-13b
 MILLIONS = {"m": 1.0, "b": 1e3, "t": 1e6}
 ALIKE = 1.5  # sizes whose ratio is at most that are suggested for each other
 
@@ -39,8 +43,17 @@ def _gpt(
 
 
 def _llama(
-    name: str, hidden: int, num_layers: int, num_heads: int, ffn_hidden: int, tied: bool = False
+    name: str,
+    hidden: int,
+    num_layers: int,
+    num_heads: int,
+    ffn_hidden: int,
+    *,
+    factor: float = 8.0,
+    tied: bool = False,
 ) -> ModelSpec:
+    longer = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+    longer |= {"factor": factor, "original_max_position_embeddings": 8192}
     return ModelSpec(
         name=name,
         hidden=hidden,
@@ -54,6 +67,7 @@ def _llama(
         gated=True,
         norm="rms",
         positions="rope",
+        rope=Rope(theta=500000.0, scaling=tuple(sorted(longer.items()))),
         bias=False,
     )
 
@@ -67,15 +81,15 @@ _GPT2 = (
 )
 # Llama 3.1 and 3.2: config.json of the released models; Llama team 2024, Table 3 (8B, 70B, 405B)
 _LLAMA = (
-    _llama("llama-1b", 2048, 16, 32, 8192, tied=True),
-    _llama("llama-3b", 3072, 28, 24, 8192, tied=True),
+    _llama("llama-1b", 2048, 16, 32, 8192, factor=32.0, tied=True),
+    _llama("llama-3b", 3072, 28, 24, 8192, factor=32.0, tied=True),
     _llama("llama-8b", 4096, 32, 32, 14336),
     _llama("llama-70b", 8192, 80, 64, 28672),
     _llama("llama-405b", 16384, 126, 128, 53248),
 )
 # Touvron et al. 2023 (Llama 2): keys and values for every head, 32000 tokens
 _LLAMA2 = tuple(
-    replace(spec, num_kv_heads=None, vocab=32000, max_seq=4096)
+    replace(spec, num_kv_heads=None, vocab=32000, max_seq=4096, rope=Rope())
     for spec in (
         _llama("llama2-7b", 4096, 32, 32, 11008),
         _llama("llama2-13b", 5120, 40, 40, 13824),
@@ -105,7 +119,9 @@ _TINY = (
     _gpt("small", 256, 4, 8, vocab=2048, max_seq=256),
 )
 
-_DECODERS = (*_TINY, _CHARACTERS, *_STUDY, *_GPT2, *_LLAMA, *_LLAMA2, *_MEGATRON)
+_PUBLISHED = tuple(map(read_config, sorted((Path(__file__).parent / "configs").glob("*.json"))))
+
+_DECODERS = (*_TINY, _CHARACTERS, *_STUDY, *_GPT2, *_LLAMA, *_LLAMA2, *_MEGATRON, *_PUBLISHED)
 MODELS = {spec.name: spec for spec in _DECODERS}
 
 # for course_lib.models.BERT; the larger one has as many parameters as their BERT: 46.7 million
@@ -136,20 +152,33 @@ def find_model(name: str) -> ModelSpec:
 
 
 def _similar(name: str) -> list[str]:
-    """Return up to three presets: those of the most similar size, if the name has one."""
+    """Return up to three presets: those of the most similar size, if the name has one.
+
+    Of these, the ones of the same family, if there are some.
+    """
     asked = _millions(name)
     sizes = {known: _millions(known) for known in MODELS} if asked else {}
     far = {known: abs(math.log(size / asked)) for known, size in sizes.items() if size}
     near = [known for known, ratio in far.items() if ratio <= math.log(ALIKE)]
     if not near:
-        return difflib.get_close_matches(name, [*MODELS, *ENCODERS], n=3, cutoff=0.3)
-    return sorted(near, key=lambda known: (far[known], -_likeness(name, known)))[:3]
+        begun = [known for known in MODELS if known.startswith(name)]
+        known_names = [*MODELS, *ENCODERS]
+        return begun[:3] or difflib.get_close_matches(name, known_names, n=3, cutoff=0.3)
+    related = [known for known in near if _family(known) == _family(name)]
+    return sorted(related or near, key=lambda known: (far[known], -_likeness(name, known)))[:3]
+
+
+def _family(name: str) -> str:
+    return FAMILY.match(name)[0]  # type: ignore[index]  # it matches any text
 
 
 def _millions(name: str) -> float:
     """Return the millions of parameters that a name tells; 0 if it tells none."""
     found = SIZE.search(name)
-    return float(found[1]) * MILLIONS[found[2]] if found else 0.0
+    if not found:
+        return 0.0
+    experts = int(found[1].rstrip("x")) if found[1] else 1
+    return experts * float(found[2]) * MILLIONS[found[3]]
 
 
 def _likeness(name: str, known: str) -> float:

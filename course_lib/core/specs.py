@@ -239,6 +239,8 @@ class ModelSpec:
             if not (value is None and "cap" in field) and not (_is_number(value) and value > 0):
                 raise ShapeError(f"{where}: need {field} above 0; got {repr(value)[:60]}.")
         self._check_parts()
+        if self.head_dim is not None and self.q_hidden == self.hidden:  # one way to say it
+            object.__setattr__(self, "head_dim", None)
 
     def _restore(self) -> None:
         """Make tuples and parts of what JSON gives: lists and mappings."""
@@ -254,12 +256,16 @@ class ModelSpec:
             object.__setattr__(self, "activation", "default")
         if not isinstance(self.bias, bool):
             words = tuple(self.bias) if isinstance(self.bias, list | tuple) else (self.bias,)
+            possible = BIASED[: len(BIASED) - (self.norm == "rms")]  # an RMSNorm has none
             if not set(map(str, words)) <= set(BIASED):
                 raise CourseError(
                     f"model {self.name}: need bias as true, false or some of {', '.join(BIASED)}; "
                     f"got {repr(self.bias)[:60]}."
                 )
-            object.__setattr__(self, "bias", words)
+            words = tuple(word for word in possible if word in words)
+            object.__setattr__(
+                self, "bias", words if 0 < len(words) < len(possible) else bool(words)
+            )
 
     def _check_parts(self) -> None:
         """Check what belongs together, and that named layers exist."""

@@ -8,9 +8,9 @@ count instantiated models. Lessons import it as `course_lib.memory.count_params`
 from collections import Counter
 
 from course_lib.core.layers import (
-    Layer,
-    Matrix,
-    Vector,
+    LayerKind,
+    WeightMatrix,
+    WeightVector,
     layer_kinds,
     layers,
     matrices,
@@ -78,13 +78,13 @@ def count_tensors(spec: ModelSpec) -> int:
     return found
 
 
-def weights_on_rank(one: Matrix | Vector, parallelism: Parallelism = ONE) -> int:
+def weights_on_rank(one: WeightMatrix | WeightVector, parallelism: Parallelism = ONE) -> int:
     """Return the numbers of a matrix, with its bias, or of a vector, on one rank.
 
     Experts are divided over ep, and each over the tensor parallelism of its own. Heads of keys and
     values that are fewer than tp are on several ranks.
     """
-    if isinstance(one, Vector):
+    if isinstance(one, WeightVector):
         return one.size // min(parallelism.tp, one.pieces)
     routed = one.part == "experts"
     ranks = parallelism.expert_tensor if routed else parallelism.tp
@@ -133,17 +133,17 @@ def layers_params(
             params = number * weights_on_rank(one, parallelism)
             if one.part == "experts":
                 held["experts"] += params
-            elif isinstance(one, Matrix) and one.split:
+            elif isinstance(one, WeightMatrix) and one.split:
                 bias = number * one.bias * one.outputs * (one.split == "inputs")
                 held["whole"] += bias
                 held["split"] += params - bias
             else:
-                is_split = isinstance(one, Vector) and one.pieces > 1
+                is_split = isinstance(one, WeightVector) and one.pieces > 1
                 held["split" if is_split else "whole"] += params
     return held
 
 
-def stage_kinds(spec: ModelSpec, parallelism: Parallelism, stage: int = 0) -> tuple[Layer, ...]:
+def stage_kinds(spec: ModelSpec, parallelism: Parallelism, stage: int = 0) -> tuple[LayerKind, ...]:
     """Return the kinds of the layers of one pipeline stage, first to last."""
     first = sum(layers_on_stage(spec, parallelism, before) for before in range(stage))
     return layers(spec)[first : first + layers_on_stage(spec, parallelism, stage)]
@@ -151,10 +151,16 @@ def stage_kinds(spec: ModelSpec, parallelism: Parallelism, stage: int = 0) -> tu
 
 def layer_params(spec: ModelSpec, parallelism: Parallelism = ONE) -> int:
     """Return the number of parameters of the largest layer on one rank."""
-    return max(
-        sum(weights_on_rank(one, parallelism) for one in weights(spec, layer))
-        for layer in layer_kinds(spec)
-    )
+    return max(kind_params(spec, layer, parallelism)[0] for layer in layer_kinds(spec))
+
+
+def kind_params(
+    spec: ModelSpec, layer: LayerKind, parallelism: Parallelism = ONE
+) -> tuple[int, int]:
+    """Return the parameters of a layer of that kind on one rank, and those that are experts."""
+    every = [(one.part, weights_on_rank(one, parallelism)) for one in weights(spec, layer)]
+    experts = sum(params for part, params in every if part == "experts")
+    return sum(params for _, params in every), experts
 
 
 def layers_on_stage(spec: ModelSpec, parallelism: Parallelism, stage: int = 0) -> int:

@@ -21,7 +21,10 @@ from course_lib.data_parallel.gradients import NoSync
 Split = tuple[str, tuple[int, ...]]  # which method split a parameter, and over which global ranks
 TENSOR_PARALLEL, PIPELINE = "tensor parallelism", "a pipeline"
 MODEL_PARALLEL = TENSOR_PARALLEL, PIPELINE  # these do not average gradients
-FOREIGN = ("torch.nn.parallel.", "torch.distributed.fsdp.")  # modules of PyTorch's own wrappers
+FOREIGN = (  # modules of PyTorch's own wrappers
+    *("torch.nn.parallel.", "torch.distributed.fsdp."),
+    "torch.distributed._composable.replicate",
+)
 # which wrapper averages the gradient of a parameter: beside it, as copies have none
 _WRAPPERS: MutableMapping[Tensor, weakref.ref[Any]] = WeakIdKeyDictionary()
 

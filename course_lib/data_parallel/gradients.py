@@ -195,6 +195,18 @@ def some_names(names: Sequence[str]) -> str:
     return f"{', '.join(names[:4])} and {len(names) - 4} more"
 
 
+def need_dense(grad: Tensor | None, name: str, where: str) -> None:
+    """Check that a gradient is not sparse: its numbers are summed with those of other ranks.
+
+    Raises:  CourseError that names its parameter
+    """
+    if grad is not None and grad.is_sparse:
+        raise CourseError(
+            f"{where}: need dense gradients; got a sparse one for {name}. "
+            "Try sparse=False in its nn.Embedding."
+        )
+
+
 def accumulate(param: nn.Parameter, grad: Tensor) -> None:
     """Add to the gradient of a parameter, and call the hooks on it, as autograd does."""
     for hook in list((param._backward_hooks or {}).values()):  # a hook may remove itself

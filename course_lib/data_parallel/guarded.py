@@ -12,12 +12,19 @@ from types import FrameType
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch._C import TensorBase
 from torch.optim.optimizer import _foreach_supported_types
 
 from course_lib.core.errors import CourseError
-from course_lib.data_parallel.composition import MODEL_PARALLEL, splits_of, wrapper_of
+from course_lib.data_parallel.composition import (
+    MODEL_PARALLEL,
+    TENSOR_PARALLEL,
+    splits_of,
+    wrapper_of,
+)
+from course_lib.data_parallel.elementwise import refuse_whole
 
 CLIP, CLIP_VALUE = "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"
 CLIP_WITH, SCALER = "torch.nn.utils.clip_grads_with_norm_", "torch.amp.GradScaler"
@@ -105,13 +112,57 @@ class DDPParameter(GuardedParameter):
 
     engine, part = "DDP", "gradients"
     instead: ClassVar = dict.fromkeys(
-        (CLIP, CLIP_WITH, CLIP_VALUE, SCALER, STEP), "model.finish() first"
+        (CLIP, CLIP_WITH, CLIP_VALUE, SCALER, STEP), "model.finish() first, outside of no_sync()"
     )
 
     @property
     def is_part(self) -> bool:
-        """Whether a backward has ended, and its gradients are not means yet."""
-        return getattr(wrapper_of(self), "is_unfinished", False)
+        """Whether it has a gradient which is not the mean yet."""
+        return GRAD.__get__(self) is not None and getattr(wrapper_of(self), "is_unfinished", False)
+
+
+class OwnGrads:
+    """Gradients that are a rank's own, from backward to `finish()`: their parameters are guarded.
+
+    `wrapper` is their DDP. Those of a backward in `no_sync()` are among them.
+    """
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        self._where, self._params = type(wrapper).__name__, [*wrapper.parameters()]
+        self._versions: list[int] = []  # of the parameters, when the first gradient was there
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is one that nobody has cleared."""
+        return bool(self._versions) and any(param.grad is not None for param in self._params)
+
+    def begin(self) -> None:
+        """Note that backward has computed one."""
+        if not self._versions:
+            self._versions = self._versions_now()
+            for param in self._params:
+                guard(param, DDPParameter)
+
+    def end(self) -> None:
+        """Note that all of them are means, or cleared."""
+        self._versions = []
+        for param in self._params:
+            guard(param, nn.Parameter)
+
+    def check_not_stepped(self) -> None:
+        """Check that nobody has changed the parameters meanwhile.
+
+        Raises:  CourseError if one has: the replicas would differ
+        """
+        if self._versions and self._versions_now() != self._versions:
+            raise CourseError(
+                f"rank {dist.get_rank()}, {self._where}: need finish() after backward; got "
+                "parameters that have changed before it. Try model.finish() before the step, and "
+                "model.zero_grad() at once for gradients that nobody wants."
+            )
+
+    def _versions_now(self) -> list[int]:
+        return [param._version for param in self._params]
 
 
 class PartParameter(GuardedParameter):
@@ -128,6 +179,38 @@ class PartParameter(GuardedParameter):
         **dict.fromkeys((CLIP_VALUE, STEP, TORCH_DDP, FULLY_SHARD), ""),
     }
     device = DEVICE  # nobody who asks is refused
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """True. An optimizer asks when made. Raises: CourseError if it needs whole tensors"""
+        reader = sys._getframe(1).f_locals.get("self")
+        if any(way == TENSOR_PARALLEL and len(ranks) > 1 for way, ranks in splits_of(self)):
+            refuse_whole(reader, TENSOR_PARALLEL)
+        return True
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that a method has replaced by its shard: an optimizer of it would train nothing.
+
+    It gets no gradient any more, and whoever looks for one is told so.
+    """
+
+    method, make = "FSDP", "FSDP(module)"
+
+    def _refuse(self, *_: Any) -> None:
+        raise CourseError(
+            f"{self.method}: need an optimizer of the shards; got one of a parameter that "
+            f"{self.method} has replaced by its shard, so it would train nothing. Try model = "
+            f"{self.make} first, then the optimizer of model.parameters()."
+        )
+
+    grad: Any = property(_refuse, _refuse, _refuse)
+
+
+class SplitParameter(ReplacedParameter):
+    """The same for tensor parallelism."""
+
+    method, make = TENSOR_PARALLEL, "parallelize(model, mesh)"
 
 
 # otherwise optimizers on GPUs would loop over the parameters

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_same_parameters
+from course_lib.data_parallel.gradients import require_known
 from course_lib.data_parallel.naive_ddp import broadcast_state
 
 
@@ -38,6 +39,7 @@ class LocalSGD(nn.Module):
             raise CourseError(f"{type(self).__name__}: need every >= 1; got {every}. Try 8.")
         check_same_parameters(module.named_parameters(), group, type(self).__name__)
         self.module, self.every, self.group = module, every, group
+        self._known = {*module.parameters()}
         self.num_steps = 0
         broadcast_state(module, group)
 
@@ -56,8 +58,15 @@ class LocalSGD(nn.Module):
     @torch.no_grad()
     def average(self) -> None:
         """Replace trainable parameters and floating buffers by their means over the group."""
+        self._check_still_whole()
         for tensor in [*self._trained(), *self._floating_buffers()]:
             tensor.copy_(mean_over(tensor, self.group))
+
+    def _check_still_whole(self) -> None:
+        """Check that nobody has added parameters, or sharded them, since the start."""
+        where = type(self).__name__
+        check_same_parameters(self.module.named_parameters(), self.group, where)
+        require_known(self.module, self._known, where)
 
     def _trained(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
@@ -89,7 +98,9 @@ class DiLoCo(LocalSGD):
         momentum: float = 0.9,
     ) -> None:
         super().__init__(module, every, group)
-        self.starts = [param.detach().clone() for param in self._trained()]
+        self._params = self._trained()
+        self._known = {*self._params}
+        self.starts = [param.detach().clone() for param in self._params]
         self.outer = torch.optim.SGD(
             self.starts, lr=outer_lr, momentum=momentum, nesterov=momentum > 0
         )
@@ -97,7 +108,12 @@ class DiLoCo(LocalSGD):
     @torch.no_grad()
     def average(self) -> None:
         """Take the outer step; all ranks begin the next round from the same parameters."""
-        outer_step(self.starts, self._trained(), self.outer, self.group)
+        self._check_still_whole()
+        self.outer.zero_grad()
+        pairs = [*zip(self.starts, self._params, strict=True)]
+        starts = [start for start, param in pairs if param.requires_grad]
+        params = [param for _, param in pairs if param.requires_grad]
+        outer_step(starts, params, self.outer, self.group)  # what is frozen since then stays
         for buffer in self._floating_buffers():
             buffer.copy_(mean_over(buffer, self.group))
 

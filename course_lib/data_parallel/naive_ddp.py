@@ -7,7 +7,7 @@ replicas are equal. Notebook 05_data_parallel.
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,11 @@ from course_lib.data_parallel.gradients import (
     NotCopied,
     call_when_accumulated,
     check_not_replaced,
+    need_dense,
     require_gradients,
     require_known,
 )
-from course_lib.data_parallel.guarded import DDPParameter, guard
+from course_lib.data_parallel.guarded import OwnGrads
 
 
 class NaiveDDP(NotCopied, NoSync, nn.Module):
@@ -54,8 +55,7 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
         self.module, self.group, self.find_unused = module, group, find_unused
         self._broadcast_buffers, self._known = broadcast_buffers, {*module.parameters()}
         self._buffers_may_differ = False  # as PyTorch has it: after a forward that will be synced
-        self.is_unfinished = False  # True from backward to finish
-        self._versions: list[int] = []  # of the parameters when it began
+        self._own_grads = OwnGrads(self)  # from backward to finish
         broadcast_state(module, group)
         for param in module.parameters():
             if param.requires_grad:
@@ -65,7 +65,7 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output, computed with the first rank's buffers."""
         check_not_replaced(self)
-        self._check_finished()
+        self._own_grads.check_not_stepped()
         if self._buffers_may_differ and self._broadcast_buffers and self.training:
             _broadcast(self.module.buffers(), self.group)
         self._buffers_may_differ = self._syncs and self.training and torch.is_grad_enabled()
@@ -80,66 +80,44 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
         if not self._syncs:
             return
         check_not_replaced(self)
+        self._own_grads.check_not_stepped()
         require_known(self.module, self._known, type(self).__name__)
         p = dist.get_world_size(self.group)
-        for param in self._with_gradient():
+        for name, param in self._with_gradient():
             grad = _gradient_of(param)
-            if grad.is_sparse:
-                self._refuse_sparse(param)
+            need_dense(grad, name, type(self).__name__)
             total = grad.contiguous()
             dist.all_reduce(total, group=self.group)
             grad.copy_(total / p)
-        self._mark(unfinished=False)
+        self._own_grads.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those of a backward that nobody will finish."""
         check_not_replaced(self)
-        self._check_finished()
+        self._own_grads.check_not_stepped()
         super().zero_grad(set_to_none)
-        self._mark(unfinished=False)
+        self._own_grads.end()
 
-    def _refuse_sparse(self, param: nn.Parameter) -> NoReturn:
-        name = next(name for name, one in self.module.named_parameters() if one is param)
-        raise CourseError(
-            f"{type(self).__name__}: need dense gradients; got a sparse one for {name}. "
-            "Try sparse=False in its nn.Embedding."
-        )
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether there are gradients which are not means yet, and should be: not in no_sync()."""
+        return self._syncs and self._own_grads.exist
 
     def _mark_ready(self) -> None:
-        if self._syncs and not self.is_unfinished:
-            self._mark(unfinished=True)
-            self._versions = self._versions_now()
+        self._own_grads.begin()
 
-    def _versions_now(self) -> list[int]:
-        return [param._version for param in self.module.parameters()]
-
-    def _check_finished(self) -> None:
-        """Check that nobody has stepped parameters with gradients that are not means yet."""
-        if self.is_unfinished and self._versions_now() != self._versions:
-            raise CourseError(
-                f"rank {dist.get_rank()}, {type(self).__name__}: need finish() after backward; got "
-                "parameters that have changed before it. Try model.finish() before the step, and "
-                "model.zero_grad() at once for gradients that nobody wants."
-            )
-
-    def _mark(self, *, unfinished: bool) -> None:
-        """Guard the parameters until finish."""
-        self.is_unfinished = unfinished
-        for param in self._known:
-            guard(param, DDPParameter if unfinished else nn.Parameter)
-
-    def _with_gradient(self) -> list[nn.Parameter]:
+    def _with_gradient(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters to average: the same, in the same order, on every rank."""
         named = [(name, x) for name, x in self.module.named_parameters() if x.requires_grad]
         if not self.find_unused:
             missing = [name for name, param in named if param.grad is None]
             attempt = "backward() before finish(), find_unused=True, or requires_grad_(False)"
             require_gradients(missing, f"{type(self).__name__}.finish", attempt)
-            return [param for _, param in named]
+            return named
         device = named[0][1].device if named else None
         used = torch.tensor([int(x.grad is not None) for _, x in named], device=device)
         dist.all_reduce(used, group=self.group)
-        return [param for (_, param), count in zip(named, used.tolist(), strict=True) if count]
+        return [one for one, count in zip(named, used.tolist(), strict=True) if count]
 
 
 def weighted_loss(loss: Tensor, num_items: int, group: Group = None) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, MeshError
+from course_lib.data_parallel.composition import check_same_parameters
 from course_lib.data_parallel.naive_ddp import broadcast_state
 from course_lib.ranks import span
 
@@ -66,6 +67,7 @@ class ParameterServer:
         straggler: int = 1,
         straggler_s: float = 0.0,
     ) -> None:
+        check_same_parameters(module.named_parameters(), group, "ParameterServer")
         self.module, self.optimizer, self.group = module, optimizer, group
         self.server, *self.workers = dist.get_process_group_ranks(group)
         self._sleep_s = straggler_s if dist.get_rank() == straggler else 0.0

@@ -9,6 +9,7 @@ from torch import nn
 
 from course_lib.collectives.coalesced import group_alike
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.gradients import need_dense
 
 
 class Bucket:
@@ -37,11 +38,7 @@ class Bucket:
     def copy_grad(self, index: int) -> None:
         """Copy a gradient into the bucket, and make `param.grad` its view from now on."""
         param, view = self.params[index], self.views[index]
-        if param.grad is not None and param.grad.is_sparse:
-            raise CourseError(
-                f"DDP: need dense gradients; got a sparse one for {self.names[index]}. "
-                "Try sparse=False in its nn.Embedding."
-            )
+        need_dense(param.grad, self.names[index], "DDP")
         if param.grad is not view:
             view.zero_() if param.grad is None else view.copy_(param.grad)
             param.grad = view

@@ -29,7 +29,7 @@ from course_lib.data_parallel.gradients import (
     some_names,
     used_on_any_rank,
 )
-from course_lib.data_parallel.guarded import DDPParameter, guard
+from course_lib.data_parallel.guarded import OwnGrads
 from course_lib.ddp.buckets import Bucket, make_buckets
 
 
@@ -91,6 +91,7 @@ class DDP(NotCopied, NoSync, nn.Module):
         self._works: list[Any] = []  # one handle per launched bucket
         self._buffers_may_differ = False
         self._busy = False  # True in backward and in finish, and after an error in them
+        self._own_grads = OwnGrads(self)
         broadcast_together([*module.parameters(), *module.buffers()], self.group)
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
@@ -127,6 +128,7 @@ class DDP(NotCopied, NoSync, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those of a backward that nobody will finish."""
+        self._own_grads.check_not_stepped()
         for work in self._works:
             work.wait()
         super().zero_grad(set_to_none)
@@ -134,16 +136,15 @@ class DDP(NotCopied, NoSync, nn.Module):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a gradient is in a bucket, and not the mean yet."""
-        return any(len(bucket.missing) < len(bucket.params) for bucket in self.buckets)
+        """Whether there are gradients which are not means yet, and should be: not in no_sync()."""
+        return self._syncs and self._own_grads.exist
 
     def _begin_round(self) -> None:
         self._works.clear()
         self._busy = False
+        self._own_grads.end()
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.params)))
-            for param in bucket.params:
-                guard(param, nn.Parameter)
 
     def _check_ended(self) -> None:
         """Discard what a backward or a finish has launched before it raised an error.
@@ -152,6 +153,7 @@ class DDP(NotCopied, NoSync, nn.Module):
         """
         check_not_replaced(self)
         if not self._busy:
+            self._own_grads.check_not_stepped()
             return
         num_launched = len(self._works)
         left = [one for one in self.buckets[:num_launched] if one.flat._version == one.launched_at]
@@ -172,6 +174,7 @@ class DDP(NotCopied, NoSync, nn.Module):
         if not self._busy:
             self._busy = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._own_grads.begin()
         if not self._syncs:
             return
         bucket = self.buckets[number]
@@ -184,7 +187,6 @@ class DDP(NotCopied, NoSync, nn.Module):
                 "use_reentrant=False.)"
             )
         bucket.copy_grad(index)
-        guard(bucket.params[index], DDPParameter)  # until finish: it is slower than a plain one
         while self.overlap and len(self._works) < len(self.buckets):
             if self.buckets[len(self._works)].missing:
                 break

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.core.errors import CourseError, MeshError, ShapeError
+from course_lib.core.specs import ModelSpec
 from course_lib.models import GPT
 
 
@@ -25,7 +26,7 @@ class MegatronSizes:
     def check_model(self, model: GPT) -> None:
         """Check that Megatron-Core has the model's layers and can split it over the ranks.
 
-        Raises: CourseError for dropout; MeshError for sizes that do not fit
+        Raises: CourseError for dropout, and what is not mapped; MeshError for sizes that do not fit
         """
         self._check_counts()
         spec, tp, pp = model.spec, self.tp, self.pp
@@ -34,8 +35,10 @@ class MegatronSizes:
                 f"{self.where}: need no dropout, because Megatron-Core draws other random numbers; "
                 f"got {model.dropout.p}. Try GPT(spec, dropout=0.0)."
             )
-        for what in ("num_heads", "kv_heads", "vocab", "ffn_hidden"):
+        self._check_mapped(spec)
+        for what in ("num_heads", "kv_heads", "padded_vocab", "ffn_hidden"):
             if (size := getattr(spec, what)) % tp:
+                what = what.removeprefix("padded_")
                 raise MeshError(
                     f"{self.where}: need {what} divisible by tp; got {size} and {tp}. "
                     "Try a smaller tp."
@@ -50,6 +53,27 @@ class MegatronSizes:
                 f"{self.where}: need ranks divisible by tp * pp; got {dist.get_world_size()} and "
                 f"{tp} * {pp}. Try sizes whose product divides the number of ranks."
             )
+
+    def _check_mapped(self, spec: ModelSpec) -> None:
+        """Check that the engine has a setting of Megatron-Core for every part of the model."""
+        others = {spec.has_bias("out"), spec.has_bias("mlp")}
+        if spec.norm == "layer":
+            others.add(spec.has_bias("norm"))
+        mapped = {
+            "qk_norm": spec.qk_norm == "none",
+            "window": spec.window is None,
+            "nope_layers": not spec.nope_layers,
+            "parallel": not spec.parallel,
+            "rope": spec.rope.share == 1 and not spec.rope.scaling,
+            "bias": len(others) == 1 and (spec.has_bias("qkv") or True not in others),
+        }
+        for field, is_mapped in mapped.items():
+            if not is_mapped:
+                raise CourseError(
+                    f"{self.where}: need a model whose {field} it maps to Megatron-Core; got "
+                    f"{field} = {repr(getattr(spec, field))[:80]} of {spec.name}. Try "
+                    "parallelize(GPT(spec), mesh), or --strategy ddp."
+                )
 
     def _check_counts(self) -> None:
         for name in ("tp", "pp", "model_chunks"):

@@ -29,6 +29,7 @@ from course_lib.frameworks.megatron_groups import MegatronGroups
 from course_lib.frameworks.megatron_on_cpu import stand_ins
 from course_lib.frameworks.megatron_weights import Weights, source_of, whole_weights
 from course_lib.models import GPT, IGNORED
+from course_lib.models.gpt import ACTIVATIONS
 from course_lib.ranks.world import rank_device
 
 WHERE = "MegatronEngine"
@@ -169,7 +170,7 @@ class MegatronEngine:
         chunk: Any = GPTModel(
             self.config,
             _layers(self.config, index),
-            self.spec.vocab,
+            self.spec.padded_vocab,
             self.spec.max_seq,
             pre_process=self._groups.state.is_pipeline_first_stage(**where),
             post_process=self._groups.state.is_pipeline_last_stage(**where),
@@ -179,7 +180,7 @@ class MegatronEngine:
         ).to(rank_device(), self.config.params_dtype)
         if self.spec.positions == "rope":  # rounded as the course's
             pairs = torch.arange(0, self.spec.head_size, 2) / self.spec.head_size
-            chunk.rotary_pos_emb.inv_freq = (10000**-pairs).to(rank_device())
+            chunk.rotary_pos_emb.inv_freq = (self.spec.rope.theta**-pairs).to(rank_device())
         rank = self._groups.state.get_tensor_model_parallel_rank()
         with torch.no_grad():
             for name, param in _named_in_whole(chunk):
@@ -273,9 +274,12 @@ def _transformer_config(model: GPT, sizes: MegatronSizes) -> Any:
         num_query_groups=spec.kv_heads,
         ffn_hidden_size=spec.ffn_hidden,
         gated_linear_unit=spec.gated,
-        activation_func=nn.functional.silu if spec.gated else nn.functional.gelu,
+        kv_channels=spec.head_size,
+        activation_func=ACTIVATIONS[spec.mlp_activation],
+        layernorm_epsilon=spec.norm_eps,
         normalization="RMSNorm" if spec.norm == "rms" else "LayerNorm",
         add_bias_linear=spec.has_bias("out"),
+        add_qkv_bias=spec.has_bias("qkv"),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=sizes.tp,

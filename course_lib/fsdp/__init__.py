@@ -10,6 +10,9 @@ communicate, `mixed_precision.py` in which dtypes; `state.py` saves and loads. `
 a rank does in a step, `cost.py` predicts traffic, memory and timeline from it, and `lab.py`
 measures them; `beside_frameworks.py` runs the FSDP of PyTorch, Accelerate and DeepSpeed.
 `explorer.py` draws.
+
+The exercises that check a learner's FSDP are in `course_lib/checks/fsdp`: `param.py` (shards of a
+parameter), `hooks.py` (a unit), `prefetch.py` and `hybrid.py`.
 """
 
 from typing import TYPE_CHECKING

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from course_lib.core.call_names import call_for
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
-from course_lib.data_parallel.gradients import accumulate
-from course_lib.data_parallel.guarded import guard
+from course_lib.data_parallel.gradients import accumulate, need_dense
+from course_lib.data_parallel.guarded import ReplacedParameter, guard
 from course_lib.fsdp.dim0_layout import Dim0Layout, columns
 from course_lib.fsdp.kept_grads import KeptGrads, is_negative_zero
 from course_lib.fsdp.mesh import ShardingGroups
@@ -29,7 +29,6 @@ from course_lib.zero.guards import (
     AwayParam,
     FSDPGrad,
     FSDPShard,
-    ReplacedParameter,
     refuse_gradient,
 )
 
@@ -332,11 +331,7 @@ class FSDPParamGroup:
     def _grad(self, index: int) -> Tensor | None:
         """Return the whole gradient that a parameter has, with what no_sync has kept."""
         grad, kept = self.params[index].grad, self.kept_grads.get(index)
-        if grad is not None and grad.is_sparse:
-            raise CourseError(
-                f"FSDP: need dense gradients; got a sparse one for {self.names[index][0]}. "
-                "Try sparse=False in its nn.Embedding."
-            )
+        need_dense(grad, self.names[index][0], "FSDP")
         return kept if grad is None else grad if kept is None else kept.add_(grad)
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from course_lib.core.errors import CourseError
-from course_lib.core.layers import Layer, layers, weights
+from course_lib.core.layers import LayerKind, layers, weights
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.recipes import BF16, Recipe, find_recipe
 from course_lib.core.records import Ledger
@@ -200,7 +200,7 @@ class _LayerSteps(NamedTuple):
     others: int
 
 
-def _layer_steps(one: Pass, recompute: str, kind: Layer) -> _LayerSteps:
+def _layer_steps(one: Pass, recompute: str, kind: LayerKind) -> _LayerSteps:
     rows, kept = one.layer(kind), total(one.kept_layer(recompute, kind))
     # backward passes the MLP, and frees what it saved, before it recomputes the scores
     mlp = total([row for row in rows if row.part in ("mlp", "experts")])

@@ -6,10 +6,10 @@ kernels save besides (`TORCH_CPU`) it is what autograd holds, byte by byte. Note
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from course_lib.core.errors import CourseError, ShapeError
-from course_lib.core.layers import Layer, layers
+from course_lib.core.layers import LayerKind, layers
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import Experts, LatentAttention, ModelSpec
 from course_lib.cost.flops import RECOMPUTE
@@ -89,13 +89,14 @@ class Pass:
         """Number of ranks over which norms, masks and the linear layers' inputs are split."""
         return self.parallelism.tp if self.parallelism.sequence_parallel else 1
 
-    def layer(self, kind: Layer | None = None) -> list[Kept]:
+    def layer(self, kind: LayerKind | None = None) -> list[Kept]:
         """Return what a layer of that kind saves; None: the model's last layer."""
         kind, spec = kind or layers(self.spec)[-1], self.spec
         second = [] if spec.norms_per_layer == 1 else self._norm("second")
-        if spec.parallel:  # both norms have the same input, which is saved once
-            second = second[1:]
-        parts = [self._norm("first"), self._attention(), second]
+        if spec.parallel and second:  # both norms have the same input, which is saved once
+            own = second[0].num_bytes - self._input_bytes // self.norm_split
+            second = [replace(second[0], num_bytes=own)] * (own > 0) + second[1:]
+        parts = [self._norm("first"), self._attention(kind), second]
         parts.append(self._experts(spec.experts) if kind.routed and spec.experts else self._mlp())
         if spec.parallel and spec.norms_per_layer == 1:  # attention has saved the MLP's input
             parts[-1] = parts[-1][1:]
@@ -103,21 +104,22 @@ class Pass:
             parts += [self._norm("third"), self._norm("fourth")]
         return [row for rows in parts for row in rows] + self._masks("two masks", 2)
 
-    def scores(self) -> list[Kept]:
+    def scores(self, kind: LayerKind | None = None) -> list[Kept]:
         """Return what attention saves between q, k, v and its output; "selective" drops it."""
         s, tp = self.spec, self.parallelism.tp
         queries = self.tokens * s.num_heads
         if self.flash:
-            return _rows("attention", ("log-sum of each query", queries * 4, tp))[
-                : int(self.kernels.statistics)
-            ]
+            window = (kind or layers(s)[-1]).window or self.seq
+            mask = [("mask of the window", self.seq**2 * self._b, 1)] * (window < self.seq)
+            rows = _rows("attention", ("log-sum of each query", queries * 4, tp), *mask)
+            return rows if self.kernels.statistics else []
         size = queries * self.seq
         capped = _rows("attention", ("capped scores", size * self._b, tp))
         dropped = [("weights' mask", size, tp), ("weights after dropout", size * self._b, tp)]
         rows = _rows("attention", ("softmax", size * self._b, tp), *dropped[: 2 * self.dropout])
         return capped * (s.attention_softcap is not None) + rows
 
-    def kept_layer(self, recompute: str = "none", kind: Layer | None = None) -> list[Kept]:
+    def kept_layer(self, recompute: str = "none", kind: LayerKind | None = None) -> list[Kept]:
         """Return what one layer keeps until its backward: all, all but the scores, or its input.
 
         Raises: CourseError for another `recompute`
@@ -126,7 +128,7 @@ class Pass:
             raise CourseError(f"recompute: need one of {', '.join(RECOMPUTE)}; got {recompute!r}.")
         if recompute == "full":
             return self.layer_input()
-        dropped = self.scores() if recompute == "selective" else []
+        dropped = self.scores(kind) if recompute == "selective" else []
         return [row for row in self.layer(kind) if row not in dropped]
 
     def layer_input(self) -> list[Kept]:
@@ -154,7 +156,7 @@ class Pass:
             *_rows("logits", ("the loss's divisor", loss_bytes, 1))[: int(self.kernels.statistics)],
         ]
 
-    def _attention(self) -> list[Kept]:
+    def _attention(self, kind: LayerKind) -> list[Kept]:
         s, tp = self.spec, self.parallelism.tp
         rows = _rows("attention", ("input of q, k, v", self._hidden, self.norm_split))
         if s.latent is not None:
@@ -168,7 +170,7 @@ class Pass:
         return [
             *rows,
             *_rows("attention", ("q", queries, tp), ("k and v", keys + values, shared)),
-            *self.scores(),
+            *self.scores(kind),
             *_rows("attention", ("input of out", self._numbers(s.mixed_hidden), tp)),
         ]
 
@@ -191,6 +193,8 @@ class Pass:
         names = ["input of GELU", "output of GELU"]
         if self.spec.gated:
             names = ["gate", "silu of gate", "up", "their product"]
+        if self.spec.mlp_activation == "relu":  # its backward needs only its output
+            names = names[1:]
         size = tokens * ffn_hidden * self._b
         return _rows(part, *((before + name, size, ranks) for name in names))
 
@@ -237,6 +241,12 @@ class Pass:
     def _masks(self, name: str, count: int) -> list[Kept]:
         rows = _rows("dropout masks", (name, count * self._mask, self.norm_split))
         return rows[: int(self.dropout)]
+
+    @property
+    def _input_bytes(self) -> int:
+        """Return what a norm saves of its input itself: all, or nothing but copies in fp32."""
+        copied = self.spec.norm == "rms" and not self.kernels.fused_rms
+        return 0 if copied and self._b != 4 else self._hidden
 
     def _numbers(self, width: int) -> int:
         """Return the bytes of `width` numbers for each token."""

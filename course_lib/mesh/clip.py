@@ -1,8 +1,9 @@
 """Clip the norm of a gradient that is spread over the axes of a mesh.
 
 Each number of the whole gradient counts once: shards of a matrix are added over tp, layers over pp.
-What tp replicates counts on one of its ranks, and a tied parameter on the first stage that holds
-it. Along dp all ranks have the same gradient, which has been averaged. Notebook 11_mesh.
+What tp replicates, or some of its ranks share, counts on one of them, and a tied parameter on the
+first stage that holds it. Along dp all ranks have the same gradient, which has been averaged.
+Notebook 11_mesh.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.pipeline.stage import Stage
-from course_lib.tensor_parallel.state import shards_of_split
+from course_lib.tensor_parallel.state import counted_once
 
 EPS = 1e-6  # as in nn.utils.clip_grad_norm_
 
@@ -20,7 +21,8 @@ EPS = 1e-6  # as in nn.utils.clip_grad_norm_
 def clip_grad_norm_across(module: nn.Module, mesh: RankMesh, max_norm: float) -> Tensor:
     """Scale this rank's gradients so that the norm of the whole one is at most max_norm.
 
-    module   this rank's part of the model, with gradients that are averaged over dp
+    module   this rank's part of the model, with gradients that are averaged over dp, and finished
+             (`finish_gradients`)
 
     Returns the norm before, in float64, the same on all ranks.
 
@@ -44,7 +46,7 @@ def clip_grad_norm_across(module: nn.Module, mesh: RankMesh, max_norm: float) ->
 
 def counted_here(module: nn.Module, mesh: RankMesh) -> list[str]:
     """Return the names of the parameters whose squares this rank adds to the norm."""
-    split = shards_of_split(module)
+    split = counted_once(module, mesh.index("tp"))
     tied = module.tied if isinstance(module, Stage) else []
     elsewhere = {one.param for one in tied if one.stages[0] != mesh.index("pp")}
     return [

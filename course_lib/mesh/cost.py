@@ -17,7 +17,7 @@ from course_lib.cost.network import AnyLink
 from course_lib.cost.params import layers_on_stage, params_on_rank
 from course_lib.cost.traffic import CollectiveCall, sent_bytes, traffic_s
 from course_lib.mesh.mesh import Mesh
-from course_lib.tensor_parallel.cost import tensor_traffic
+from course_lib.tensor_parallel.cost import finished_params, tensor_traffic
 
 LOSS = CollectiveCall(phase="finish", part="loss", kind="all_reduce", num_bytes=8)
 SUPPORTED = ("pp", "dp", "tp")
@@ -81,7 +81,7 @@ def axis_traffic(step: MeshStep, rank: int = 0) -> dict[str, list[CollectiveCall
     found = {
         "pp": [*_messages(step, stage), LOSS],
         "dp": [_gradients(step, stage), LOSS],
-        "tp": step.num_micro_batches * _layer_calls(step, stage),
+        "tp": [*step.num_micro_batches * _layer_calls(step, stage), *_finish(step, stage)],
     }
     return {axis: found[axis] if size > 1 else [] for axis, size in step.mesh.sizes.items()}
 
@@ -125,6 +125,14 @@ def _layer_calls(step: MeshStep, stage: int) -> list[CollectiveCall]:
     return [call for call in calls if call.part in parts]
 
 
+def _finish(step: MeshStep, stage: int) -> Iterator[CollectiveCall]:
+    """Yield the sum over tp of the gradients of which each rank has a part, if there are any."""
+    tp, layers = step.mesh.size("tp"), len(step.layers_of(stage))
+    if numbers := finished_params(step.spec, tp, num_layers=layers):
+        size = numbers * step.number_bytes
+        yield CollectiveCall(phase="finish", part="norms", kind="all_reduce", num_bytes=size)
+
+
 def _messages(step: MeshStep, stage: int) -> Iterator[CollectiveCall]:
     """Yield the messages that a stage sends: activations, their gradients, a tied embedding's."""
     last = step.mesh.size("pp") - 1
@@ -134,7 +142,7 @@ def _messages(step: MeshStep, stage: int) -> Iterator[CollectiveCall]:
                 phase=phase, part="boundary", kind="send", num_bytes=step.activation_bytes
             )
     if step.spec.tied and stage in (0, last):
-        table = -(-step.spec.vocab // step.mesh.size("tp")) * step.spec.hidden
+        table = -(-step.spec.padded_vocab // step.mesh.size("tp")) * step.spec.hidden
         yield CollectiveCall(
             phase="finish", part="embedding", kind="send", num_bytes=table * step.number_bytes
         )

@@ -29,7 +29,7 @@ from course_lib.pipeline.schedules import one_f_one_b
 from course_lib.pipeline.stage import split_model
 from course_lib.ranks.world import rank_device
 from course_lib.tensor_parallel.cross_entropy import parallel_token_loss
-from course_lib.tensor_parallel.state import gather_tensors
+from course_lib.tensor_parallel.state import finish_gradients, gather_tensors
 from course_lib.tensor_parallel.tensor_parallel import parallelize
 from course_lib.zero.sharded_optimizer import ShardedOptimizer
 
@@ -118,6 +118,8 @@ class MeshTrainer:
         with self.replica.no_sync():
             loss = self.pipeline.step(self.schedule, inputs, asked, weights)
         self.replica.finish()
+        if self.tp > 1:
+            finish_gradients(self.stage)
         return self._whole_loss(loss)
 
     def full_state(self) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ of the GPT of the same spec. Notebook 10_fsdp.
 import torch
 from torch import Tensor, nn
 
+from course_lib.core.built import check_built
 from course_lib.core.errors import CourseError, ShapeError
 from course_lib.core.specs import ModelSpec
 from course_lib.models.data import IGNORED
@@ -19,19 +20,22 @@ RATIO, MASKED, RANDOM = 0.15, 0.8, 0.1  # of all tokens; of those: masked, repla
 class BERT(nn.Module):
     """Encoder that returns the logits of the true token at every position, from both sides of it.
 
-    Shapes:  tokens [batch, seq] -> [batch, seq, vocab]
-    Raises:  ShapeError for a sequence longer than spec.max_seq; CourseError for a spec with rope
+    Shapes:  tokens [batch, seq] -> [batch, seq, spec.padded_vocab]
+    Raises:  ShapeError for a sequence longer than spec.max_seq; CourseError for a spec with rope, a
+             window or parallel layers
     Source:  Devlin et al. 2019, section 3; the norms as in Vaswani et al. 2017, section 3.1
     """
 
     def __init__(self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
-        if spec.positions != "learned":
+        check_built(spec, "BERT")
+        if spec.positions != "learned" or spec.window is not None or spec.parallel:
+            got = spec.positions if spec.positions != "learned" else "a window or parallel layers"
             raise CourseError(
-                f"BERT: need learned positions; got {spec.positions}. Try ENCODERS['bert-tiny']."
+                f"BERT: need learned positions; got {got}. Try ENCODERS['bert-tiny']."
             )
         self.spec = spec
-        self.embedding = nn.Embedding(spec.vocab, spec.hidden)
+        self.embedding = nn.Embedding(spec.padded_vocab, spec.hidden)
         self.positions = nn.Embedding(spec.max_seq, spec.hidden)
         self.norm = make_norm(spec)
         self.dropout = Dropout(dropout)
@@ -39,7 +43,7 @@ class BERT(nn.Module):
             EncoderBlock(spec, flash=flash, dropout=dropout, causal=False)
             for _ in range(spec.num_layers)
         )
-        self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
+        self.head = nn.Linear(spec.hidden, spec.padded_vocab, bias=False)
         self.apply(start_linear)
         if spec.tied:
             self.head.weight = self.embedding.weight
@@ -48,7 +52,7 @@ class BERT(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)  # [batch, seq, vocab]
+        return self.head(x)  # [batch, seq, padded_vocab]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Add token and position embeddings.

@@ -3,51 +3,65 @@
 Queries, keys and values have a linear layer each, a dropout mask takes one byte per element, and
 the causal mask is added rather than filled in: no operation saves more than it needs, so the
 formulas of notebook 01_memory hold to the byte. Attention is fused (flash) or written out. The two
-methods that `course_lib.recompute` replaces are `GPT.run_blocks` and `Attention.attend`.
+methods that `course_lib.recompute` replaces are `GPT.run_blocks` and `Attention.attend`. The logits
+of GPT-2, Llama, Mistral, Qwen2, Qwen3 and others are those of transformers, with the same weights.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from course_lib.core.built import check_built, llama3_scaling
 from course_lib.core.errors import CourseError, ShapeError
+from course_lib.core.layers import LayerKind, layers
 from course_lib.core.specs import ModelSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
 
 
 class GPT(nn.Module):
     """Decoder described by a `ModelSpec`; returns the logits of the next token for every token.
 
-    Shapes:  tokens [batch, seq] -> [batch, seq, vocab]
+    Shapes:  tokens [batch, seq] -> [batch, seq, spec.padded_vocab]
     Saves:   tokens, one mask if dropout, the blocks, then the input of the norm and of the head
 
     flash     fused attention, which saves q, k, v, its output and one number per query; it has no
               dropout on the attention weights. False: scores, softmax and dropout written out
     dropout   after the embedding, attention and MLP, and on unfused attention weights
 
-    Raises: ShapeError for a sequence that is longer than spec.max_seq
+    Raises: ShapeError for a sequence that is longer than spec.max_seq; CourseError for a spec with
+            a part that is not built here, such as experts
     """
 
     def __init__(self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
+        check_built(spec)
         self.spec = spec
-        self.embedding = nn.Embedding(spec.vocab, spec.hidden)
+        self.embedding = nn.Embedding(spec.padded_vocab, spec.hidden)
         learned = spec.positions == "learned"
         self.positions = nn.Embedding(spec.max_seq, spec.hidden) if learned else None
         self.dropout = Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(spec, flash=flash, dropout=dropout) for _ in range(spec.num_layers)
+            Block(spec, layer, flash=flash, dropout=dropout) for layer in layers(spec)
         )
         self.norm = make_norm(spec)
-        self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
+        self.head = nn.Linear(spec.hidden, spec.padded_vocab, bias=False)
         self.apply(self._init)
         if spec.tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.run_blocks(self.blocks, self.embed(tokens))
-        return self.head(self.norm(x))  # [batch, seq, vocab]
+        return self.head(self.norm(x))  # [batch, seq, padded_vocab]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens; add learned positions if the spec has them.
@@ -82,21 +96,35 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
 
+    With spec.parallel both get the same x: x + attention(norm(x)) + mlp(norm(x)), with a norm for
+    each or, with norms_per_layer 1, one for both.
+
     Shapes:  [batch, seq, hidden] -> the same
     Saves:   per norm its input, its output and a few numbers per token; what attention and MLP save
     """
 
     def __init__(
-        self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0, causal: bool = True
+        self,
+        spec: ModelSpec,
+        layer: LayerKind | None = None,
+        *,
+        flash: bool = True,
+        dropout: float = 0.0,
+        causal: bool = True,
     ) -> None:
         super().__init__()
+        self.parallel, self.one_norm = spec.parallel, spec.norms_per_layer == 1
         self.attention_norm = make_norm(spec)
-        self.attention = Attention(spec, flash=flash, dropout=dropout, causal=causal)
-        self.mlp_norm = make_norm(spec)
+        self.attention = Attention(spec, layer, flash=flash, dropout=dropout, causal=causal)
+        self.mlp_norm = nn.Identity() if self.one_norm else make_norm(spec)
         self.mlp = MLP(spec)
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.parallel:
+            first = self.attention_norm(x)
+            second = first if self.one_norm else self.mlp_norm(x)
+            return x + self.dropout(self.attention(first)) + self.dropout(self.mlp(second))
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -104,6 +132,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention; grouped-query attention with fewer heads for keys and values.
 
+    layer    its window, and whether it has rotary positions; None: as the spec's first layer
     causal   a token attends to itself and those before it; False: to all, as in BERT
 
     Shapes:  [batch, seq, hidden] -> the same
@@ -111,19 +140,29 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0, causal: bool = True
+        self,
+        spec: ModelSpec,
+        layer: LayerKind | None = None,
+        *,
+        flash: bool = True,
+        dropout: float = 0.0,
+        causal: bool = True,
     ) -> None:
         super().__init__()
-        self.spec, self.flash, self.causal = spec, flash, causal
+        layer = layers(spec)[0] if layer is None else layer
+        self.spec, self.flash, self.causal, self.window = spec, flash, causal, layer.window
         self.q = nn.Linear(spec.hidden, spec.q_hidden, bias=spec.has_bias("qkv"))
         self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=spec.has_bias("qkv"))
         self.v = nn.Linear(spec.hidden, spec.kv_hidden, bias=spec.has_bias("qkv"))
         self.out = nn.Linear(spec.q_hidden, spec.hidden, bias=spec.has_bias("out"))
         self.dropout = Dropout(dropout)
-        self.turn = Rotary(spec) if spec.positions == "rope" else nn.Identity()
+        self.q_norm, self.k_norm = _head_norm(spec), _head_norm(spec)
+        self.turn = Rotary(spec) if layer.rotary else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self._heads(linear(x)) for linear in (self.q, self.k, self.v))
+        q, k = self.q_norm(q), self.k_norm(k)  # [batch, seq, heads, head_dim]
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         mixed = self.attend(self.turn(q), self.turn(k), v)  # [batch, heads, seq, head_dim]
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -132,10 +171,13 @@ class Attention(nn.Module):
 
         Shapes:  q [batch, heads, seq, head_dim], k and v [batch, kv_heads, ...] -> q's
         """
-        if self.flash:
-            shared = self.spec.kv_heads < self.spec.num_heads
+        if not self.flash:
+            return self._written_out(q, k, v)
+        shared = self.spec.kv_heads < self.spec.num_heads
+        if self.window is None or q.shape[-2] <= self.window:
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=shared)
-        return self._written_out(q, k, v)
+        mask = self._blocked(q, q.shape[-2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shared)
 
     def _written_out(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention step by step.
@@ -147,16 +189,24 @@ class Attention(nn.Module):
         scores = grouped @ k.transpose(-2, -1) / math.sqrt(head_dim)
         scores = scores.view(batch, heads, seq, seq)
         if self.causal:
-            scores = scores + scores.new_full((seq, seq), -math.inf).triu(1)  # nothing that follows
+            scores = scores + self._blocked(scores, seq)
         weights = self.dropout(scores.softmax(dim=-1))
         return (weights.view(batch, k.shape[1], -1, seq) @ v).view(q.shape)
 
+    def _blocked(self, like: Tensor, seq: int) -> Tensor:
+        """Return what is added to scores: -inf for what follows a token, or is before its window.
+
+        Shapes:  [seq, seq], query by key
+        """
+        never = like.new_full((seq, seq), -math.inf)
+        return never.triu(1) if self.window is None else never.triu(1) + never.tril(-self.window)
+
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.spec.head_size)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.spec.head_size))
 
 
 class MLP(nn.Module):
-    """MLP of two linear layers around GELU, or of SwiGLU's three.
+    """MLP of two linear layers around an activation such as GELU, or of SwiGLU's three.
 
     Shapes:  [batch, seq, hidden] -> the same
     Saves:   x, GELU's input and output [batch, seq, ffn_hidden]; SwiGLU: four of them
@@ -164,15 +214,15 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        bias = spec.has_bias("mlp")
+        bias, self.activation = spec.has_bias("mlp"), ACTIVATIONS[spec.mlp_activation]
         self.up = nn.Linear(spec.hidden, spec.ffn_hidden, bias=bias)
         self.gate = nn.Linear(spec.hidden, spec.ffn_hidden, bias=bias) if spec.gated else None
         self.out = nn.Linear(spec.ffn_hidden, spec.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.out(F.gelu(self.up(x)))
-        return self.out(F.silu(self.gate(x)) * self.up(x))
+            return self.out(self.activation(self.up(x)))
+        return self.out(self.activation(self.gate(x)) * self.up(x))
 
 
 class Dropout(nn.Module):
@@ -195,12 +245,13 @@ class Dropout(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions: rotate pair (i, i + head_dim / 2) by position * 10000**(-2i/head_dim).
+    """Rotary positions: rotate pair (i, i + size / 2) of a head by position * theta**(-2i/size).
 
-    Angles keep their own precision; the result is rounded once, to that of x.
+    size is the share of head_dim that turns; the numbers behind it keep their place: cos is 1 and
+    sin 0. Angles keep their own precision; the result is rounded once, to that of x.
 
     Shapes:  [batch, heads, seq, head_dim] -> the same
-    Raises:  ShapeError for an odd head_dim
+    Raises:  ShapeError for an odd size
     Source:  Su et al. 2021 (RoFormer), section 3.2.2, with the pairs of Llama's own code
     """
 
@@ -209,18 +260,39 @@ class Rotary(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        if spec.head_size % 2:
-            raise ShapeError(f"Rotary: need an even head_dim; got {spec.head_size}.")
-        speed = 10000 ** -(torch.arange(0, spec.head_size, 2) / spec.head_size)
-        angle = torch.outer(torch.arange(spec.max_seq), speed).repeat(1, 2)  # [max_seq, head_dim]
+        size = int(spec.head_size * spec.rope.share)
+        if size % 2 or not size:
+            what = "head_dim" if spec.rope.share == 1 else "share of head_dim, 2 or more"
+            raise ShapeError(f"Rotary: need an even {what}; got {size}.")
+        speed = spec.rope.theta ** -(torch.arange(0, size, 2) / size)
+        if spec.rope.scaling:
+            speed = slowed(speed, *llama3_scaling(spec))
+        angle = torch.outer(torch.arange(spec.max_seq), speed)  # [max_seq, size / 2]
+        still = torch.zeros(spec.max_seq, spec.head_size - size)
+        angle = torch.cat([angle, angle, still], dim=1)  # [max_seq, head_dim]
+        self.halves = [size // 2, size // 2, spec.head_size - size]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         seq = x.shape[-2]
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
+        first, second, rest = x.split(self.halves, dim=-1)
+        turned = torch.cat([-second, first, rest], dim=-1)
         return (x * self.cos[:seq] + turned * self.sin[:seq]).to(x.dtype)
+
+
+def slowed(speed: Tensor, factor: float, high: float, low: float, length: float) -> Tensor:
+    """Return the speeds of Llama 3's scaled rope: slow pairs turn `factor` times slower.
+
+    A pair that turns less than `low` times in the original `length` is slowed, one that turns more
+    than `high` times is not, and those in between are so in part.
+
+    Shapes:  [size / 2] -> the same
+    Source:  Llama 3.1's reference code, llama/model.py, apply_scaling
+    """
+    turns = length * speed / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return speed * (kept + (1 - kept) / factor)
 
 
 def start_linear(module: nn.Module) -> None:
@@ -233,9 +305,18 @@ def start_linear(module: nn.Module) -> None:
 
 def make_norm(spec: ModelSpec) -> nn.Module:
     """Return the norm of the spec, over the last dim."""
+    return _norm(spec, spec.hidden, spec.has_bias("norm"))
+
+
+def _head_norm(spec: ModelSpec) -> nn.Module:
+    """Return the norm of each head's query or key, without bias."""
+    return _norm(spec, spec.head_size, False) if spec.qk_norm == "head" else nn.Identity()
+
+
+def _norm(spec: ModelSpec, size: int, bias: bool) -> nn.Module:
     if spec.norm == "rms":
-        return nn.RMSNorm(spec.hidden, eps=1e-5)
-    return nn.LayerNorm(spec.hidden, bias=spec.has_bias("norm"))
+        return nn.RMSNorm(size, eps=spec.norm_eps)
+    return nn.LayerNorm(size, eps=spec.norm_eps, bias=bias)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

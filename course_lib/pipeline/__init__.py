@@ -17,7 +17,8 @@ Follow 1F1B through the files:
     token_pipeline.py   pipelines the tokens of one sequence (TeraPipe)
     pictures.py, explorer.py   draw steps
 
-The exercise that checks a learner's 1F1B is `course_lib/checks/pipeline/order.py`.
+The exercises that check a learner's 1F1B are in `course_lib/checks/pipeline`: `order.py`,
+`engine.py` (execution) and `times.py` (simulation).
 """
 
 from typing import TYPE_CHECKING

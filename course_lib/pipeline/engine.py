@@ -48,6 +48,7 @@ class Pipeline:
     group     the ranks of this pipeline, stage 0 first; all ranks by default
 
     peak_in_flight   largest number of micro-batches in flight during the last step
+    splits_all       compute I and W one by one also where a whole backward does both, to time them
 
     Raises: MeshError unless this rank belongs to the group
     """
@@ -59,6 +60,7 @@ class Pipeline:
         self.stage, self.loss_fn, self.peak_in_flight = _as_stage(stage), loss_fn, 0
         param = next(self.stage.parameters(), None)
         self.device = torch.device("cpu") if param is None else param.device
+        self.splits_all = False
         self._checked: tuple[Schedule, int, CommPlan] | None = None
         self._metas: dict[Any, dict[tuple[int, int], TensorMeta]] = {}
         mark_stage(self.stage, self.member)
@@ -106,7 +108,7 @@ class Pipeline:
         """Return this rank's communication plan; check a schedule the first time it is used."""
         if self._checked is None or self._checked[:2] != (schedule, num_micro_batches):
             check_schedule(schedule, num_micro_batches=num_micro_batches)
-            plan = CommPlan(schedule, self.member.rank)
+            plan = CommPlan(schedule, self.member.rank, splits_all=self.splits_all)
             self._check_sizes(schedule)
             self._check_placement(plan)
             self._checked = [list(actions) for actions in schedule], num_micro_batches, plan

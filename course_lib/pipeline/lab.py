@@ -34,13 +34,17 @@ BuildStage = Callable[[int, int], Stage | nn.Module | Sequence[nn.Module]]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRun:
-    """Configuration of a measurement: `build(stage, num_stages)` on each rank, and one schedule."""
+    """Configuration of a measurement: `build(stage, num_stages)` on each rank, and one schedule.
+
+    splits_all   see `Pipeline`
+    """
 
     build: BuildStage
     schedule: Schedule
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
     loss_fn: LossFn
+    splits_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def measure_times(ranks: Ranks, run: PipelineRun, turns: int = 3) -> PipelineTim
     If the schedule has whole backwards, their time is divided equally between input and weight
     gradients; if it splits them, both parts are measured.
     """
-    alone = replace(run, schedule=_one_by_one(run.schedule))
+    alone = replace(run, schedule=_one_by_one(run.schedule), splits_all=True)
     events = measure(ranks, {"": alone}, turns)[""].events
     placement = placement_of(run.schedule)
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -205,6 +209,7 @@ def _record_steps(rank: int, runs: Mapping[Any, PipelineRun], turns: int) -> dic
     found: dict[Any, list[_Turn]] = {name: [] for name in runs}
     for name, pipeline in in_turns(pipelines.items(), turns + 1):
         run = runs[name]
+        pipeline.splits_all = run.splits_all
         pipeline.stage.zero_grad()
         dist.barrier()
         start_s = time.perf_counter()

@@ -65,11 +65,12 @@ class CommPlan:
     from_rank         by neighboring rank: the messages it sends here, in order
     sent_at           by received message: position of the sending action in its rank's list
     needed_at         by sent message: position of the action that needs it in its rank's list
-    split_backwards   (model chunk, micro-batch) of each backward that is split into I and W
+    split_backwards   (model chunk, micro-batch) of each backward that is split into I and W; where
+                      W follows at once, and no other rank waits for I, both are one in I
     """
 
-    def __init__(self, schedule: Schedule, me: int) -> None:
-        self.num_stages, self.placement = len(schedule), placement_of(schedule)
+    def __init__(self, schedule: Schedule, me: int, *, splits_all: bool = False) -> None:
+        self.me, self.num_stages, self.placement = me, len(schedule), placement_of(schedule)
         pairs = list(pairwise(self.placement))
         neighbors = {rank for pair in pairs if me in pair for rank in pair} - {me}
         self.from_rank = {
@@ -79,9 +80,10 @@ class CommPlan:
         self.sent_at: dict[StageMessage, int] = {}
         self.needed_at: dict[StageMessage, int] = {}
         self.split_backwards = {
-            (action.model_chunk, action.micro_batch)
-            for action in schedule[me]
-            if action.kind == "backward_weight"
+            (weight.model_chunk, weight.micro_batch)
+            for before, weight in pairwise(schedule[me])
+            if weight.kind == "backward_weight"
+            and (splits_all or not self._are_one(before, weight))
         }
         for rank in neighbors:
             for position, action in enumerate(schedule[rank]):
@@ -89,6 +91,12 @@ class CommPlan:
                     self.needed_at[self.needs(action)] = position
                 if self.target(action) == me:
                     self.sent_at[self.sends(action)] = position
+
+    def _are_one(self, before: Action, weight: Action) -> bool:
+        """Return whether nothing is gained by splitting: W follows its I, whose result stays."""
+        own = ("backward_input", weight.model_chunk, weight.micro_batch)
+        same = own == (before.kind, before.model_chunk, before.micro_batch)
+        return same and self.target(before) in (None, self.me)
 
     def source(self, action: Action) -> int | None:
         """Return the rank whose message the action needs; None if it needs none."""

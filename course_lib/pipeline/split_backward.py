@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 Pairs = list[tuple[nn.Parameter, Tensor]]  # parameters with their stand-ins
 
@@ -54,15 +53,18 @@ class SplitBackward(TorchFunctionMode):
         stand_ins: Pairs = []
 
         def stand_in(value: Any) -> Any:
+            if type(value) in (list, tuple):
+                return type(value)(map(stand_in, value))
             if not isinstance(value, nn.Parameter) or not value.requires_grad:
                 return value
             stand_ins.append((value, value.detach().requires_grad_()))
             return stand_ins[-1][1]
 
+        kwargs = kwargs or {}
         if not torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map(stand_in, (args, kwargs or {}))
-        out = func(*args, **kwargs)
+            return func(*args, **kwargs)
+        args = [*map(stand_in, args)]
+        out = func(*args, **{name: stand_in(value) for name, value in kwargs.items()})
         if not stand_ins:
             return out
         own = isinstance(out, Tensor) and all(out is not value for value in args)

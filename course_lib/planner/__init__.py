@@ -10,6 +10,7 @@ Files, in the order of reading:
     communication   what of each axis' messages is exposed
     pipeline_step   a pipeline's step in closed form
     memory          bytes by kind on the fullest rank
+    experts         messages of expert parallelism
     constants       the few fitted numbers: meaning, source, rows
     notes           sentences beside plans: whose constants, how far to trust them
     searching       `search(model, cluster, global_batch)`: every plan, ranked
@@ -23,6 +24,8 @@ Files, in the order of reading:
     explorer        sliders for model, cluster and plan
     html_report     the best plans as a page with pictures
     published_runs  published runs as models, clusters and plans
+    published_experts  those of models with experts
+    published_run   one of them, and its prediction
     scores          how near the predictions come to them
 """
 

@@ -51,6 +51,17 @@ BYTES_PER_LOGIT = 42
 # and dropout. Fitted on Korthikanti Table 5 and SC21 Table 1.
 BYTES_PER_SCORE = 8.6
 
+# Times that each number of a copy of a token is read or written besides its expert: once each when
+# it is copied into the order in which it is sent, and when its result is added to the others;
+# sorting by expert between is part of fused kernels. Chosen out of 4, 6 and 8 on the rows of
+# moe.csv that are marked as fitted.
+PERMUTED = 4
+
+# Tokens of the experts of the rank that has most of them, relative to the mean: the layer waits for
+# it. Chosen by us: rows of moe.csv whose router was not forced to balance want 1.05 (Mixtral, 8
+# experts) to more than 1.5 (Qwen3, 128 experts), and their mean error is the same for all of these.
+IMBALANCE = 1.2
+
 # Share of a GPU's memory that a training step can use. The nine runs of the Playbook above 70 of 80
 # GiB took 3 to 7 times as long as predicted, probably because PyTorch's allocator frees its cache
 # and retries.
@@ -67,11 +78,17 @@ class Software:
 
     title               the program whose runs the constants describe
     zero, schedules     ZeRO stages and pipeline schedules that it has
+    products            speed of its large matrix products, relative to `REACHED`
     passes              times that the activations between matrix products are read and written,
                         relative to one fused kernel for each norm, residual sum and activation
     attention           share of the speed of matrix products that its fused attention reaches
     host_s              seconds in which the host launches the kernels of a layer's forward
     host_tp_s           seconds more with tensor parallelism: its collectives and their waits
+    host_routed_s       seconds more with experts: routing, sorting, grouped products
+    imbalance           tokens of the experts of the rank that has most, relative to the mean; 1 if
+                        the program sends them evenly by force, as in benchmarks
+    sends_once          a token goes to a node once, and inside it to its experts (DeepEP)
+    hides_routing       tokens are sent while the rank computes for another micro-batch
     step_s              seconds of a step whatever its plan: data, gradient norm, logging
     bucket_bytes        gradients of one message; 0: all in one
     overlaps            whether gradients are sent while backward still computes
@@ -87,10 +104,15 @@ class Software:
     title: str = "a program of your own"
     zero: Sequence[int] = (0, 1, 2, 3)
     schedules: Sequence[str] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+    products: float = 1.0
     passes: float
     attention: float = 0.4
     host_s: float = 1e-4
     host_tp_s: float = 0.0
+    host_routed_s: float = 0.0
+    imbalance: float = IMBALANCE
+    sends_once: bool = False
+    hides_routing: bool = False
     step_s: float = 0.0
     bucket_bytes: float = 0.0
     overlaps: bool = True
@@ -141,6 +163,35 @@ SOFTWARE: Mapping[str, Software] = {
         contention=0.13,
         selective_share=0.5,
     ),
+    # Models with experts on H100: products, attention and host_routed_s are fitted on the rows of
+    # moe.csv that are marked so, for both programs together. Kernels are fused.
+    # contention: DeepEP takes 20 of 132 multiprocessors (DeepSeek-V3, section 3.2.2).
+    # selective_share: set, norms and activations are computed again.
+    "megatron-core": Software(
+        title="Megatron-Core of 2025",
+        zero=(0, 1),
+        schedules=("1f1b", "interleaved"),
+        products=1.15,
+        passes=1.0,
+        attention=0.85,
+        host_routed_s=3.5e-3,
+        contention=0.15,
+        selective_share=0.05,
+        splits_messages=True,
+        sends_once=True,
+    ),
+    "automodel": Software(
+        title="NeMo AutoModel (FSDP)",
+        zero=(0, 1, 2, 3),
+        schedules=("1f1b", "interleaved"),
+        products=1.15,
+        passes=1.0,
+        attention=0.85,
+        host_routed_s=3.5e-3,
+        contention=0.15,
+        selective_share=0.05,
+        sends_once=True,
+    ),
     # eager PyTorch on a CPU: everything the host does is compute
     "eager": Software(
         title="eager PyTorch on a CPU",
@@ -158,9 +209,11 @@ class MedianError:
 
     table    of `scores.score_table`, whose numbers these are
     runs     which runs, in words
-    count    how many; the constants were fitted on some of them
+    count    how many
     error    median of the absolute errors of the step, relative to the measured one
     beyond   where the error is larger, in words
+    experts  the runs are of models with experts
+    fitted   on which runs constants were fitted
     """
 
     table: str
@@ -168,6 +221,8 @@ class MedianError:
     count: int
     error: float
     beyond: str = ""
+    experts: bool = False
+    fitted: str = "some of them"
 
 
 _VTRAIN = MedianError(
@@ -190,5 +245,13 @@ MEASURED: Mapping[str, MedianError] = {
         runs="torchtitan's runs of Llama 3 8B on H100",
         count=16,
         error=0.081,
+    ),
+    "dgx-h100": MedianError(
+        table="experts on H100, runs in no fit",
+        runs="Megatron-Core's, NeMo AutoModel's and DeepSeek's runs of models with experts",
+        count=23,
+        error=0.147,
+        experts=True,
+        fitted="others",
     ),
 }

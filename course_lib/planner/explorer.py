@@ -1,5 +1,6 @@
 """The explorer of notebook 12_planner: model, cluster and plan in; bill and memory out."""
 
+from dataclasses import replace
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -31,6 +32,7 @@ class PlanExplorer(Explore):
     def __init__(self, start: PredictedStep) -> None:
         plan, axes = start.plan, start.plan.parallelism
         self._seq = plan.seq
+        self._ep, self._expert_tp = axes.ep, axes.expert_tp
         self._models = {start.model.name: start.model, **{name: MODELS[name] for name in _CHOICES}}
         super().__init__(
             self._draw,
@@ -83,8 +85,12 @@ class PlanExplorer(Explore):
                 f"plan_explorer: need a global batch that dp * micro_batch divides; got "
                 f"{global_batch}, {dp} * {micro_batch}. Try a larger global batch."
             )
+        spec = self._models[model]
+        axes = Parallelism(dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=tp > 1)
+        if spec.experts is not None:  # no slider has them: they stay as they were at the start
+            axes = replace(axes, ep=self._ep, expert_tp=self._expert_tp)
         plan = Plan(
-            parallelism=Parallelism(dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=tp > 1),
+            parallelism=axes,
             schedule="interleaved" if model_chunks > 1 else "1f1b",
             num_model_chunks=model_chunks,
             micro_batch=micro_batch,
@@ -92,7 +98,7 @@ class PlanExplorer(Explore):
             seq=self._seq,
             recompute=recompute,
         )
-        return predict(self._models[model], gpus, plan)
+        return predict(spec, gpus, plan)
 
 
 def plan_explorer(model: ModelSpec, cluster: str, plan: Plan, num_nodes: int = 1) -> PlanExplorer:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from course_lib.core.errors import CourseError
+from course_lib.core.layers import layers
 from course_lib.core.presets import MODELS
+from course_lib.core.specs import ModelSpec
 from course_lib.planner.plan import Plan
 from course_lib.planner.prediction import PredictedStep
 from course_lib.train.config import TrainConfig
@@ -58,6 +60,7 @@ def course_train(step: PredictedStep) -> ProgramLaunch:
     title = "course_lib.train"
     plan, axes = step.plan, step.plan.parallelism
     _check(title, "cp=1", axes.cp == 1, f"cp={axes.cp}")
+    _check(title, "a model without experts", step.model.experts is None, step.model.name)
     _check(title, "bf16 or fp32", plan.precision in ("bf16", "fp32"), plan.precision)
     _check(title, "a model that is a preset", _is_preset(step), step.model.name)
     options = _train_options(step)
@@ -179,6 +182,7 @@ def megatron_lm(step: PredictedStep) -> ProgramLaunch:
     plan, axes = step.plan, step.plan.parallelism
     _check(title, "1f1b or interleaved", plan.schedule in ("1f1b", "interleaved"), plan.schedule)
     _check(title, "ZeRO stage 0 or 1", axes.zero <= 1, f"stage {axes.zero}")
+    _check_megatron_model(title, step.model)
     options: dict[str, object] = {
         "tensor-model-parallel-size": axes.tp,
         "pipeline-model-parallel-size": axes.pp,
@@ -192,6 +196,7 @@ def megatron_lm(step: PredictedStep) -> ProgramLaunch:
         "fp16": plan.precision == "fp16",
         "attention-backend": "flash" if plan.flash else "unfused",
         **_megatron_model(step),
+        **_megatron_experts(step),
         **_megatron_extras(plan, _layers_per_chunk(title, step)),
         **{"mock-data": True, "tokenizer-type": "NullTokenizer", "train-iters": 100, "lr": 1e-4},
     }
@@ -247,14 +252,82 @@ def _megatron_model(step: PredictedStep) -> Mapping[str, object]:
     }
 
 
+def _check_megatron_model(title: str, model: ModelSpec) -> None:
+    """Raise CourseError for a model with a part that these options do not describe."""
+    experts, places = model.experts, [model.has_bias(part) for part in ("out", "mlp")]
+    parts = {
+        "a window": model.window is not None,
+        "capped scores or logits": bool(model.attention_softcap or model.logit_softcap),
+        "sinks": model.sinks,
+        "attention beside the MLP": model.parallel,
+        f"{model.norms_per_layer} norms a layer": model.norms_per_layer != 2,
+        "norms of all queries at once": model.qk_norm == "whole",
+        "layers without positions": model.positions == "none" or bool(model.nope_layers),
+        f"the activation {model.activation}": model.activation != "default",
+        "biases in one part only": places[0] != places[1],
+        "biases of experts or their router": bool(
+            experts and (experts.bias or experts.router_bias)
+        ),
+        "gated shared experts": bool(experts and experts.shared_gate),
+        **dict.fromkeys(model.extras, True),
+    }
+    strange = [part for part, has in parts.items() if has]
+    _check(title, "a model that its options describe", not strange, ", ".join(strange))
+
+
+def _megatron_experts(step: PredictedStep) -> Mapping[str, object]:
+    """Return the options for what a GPT or Llama of the usual kind has not: heads, MLA, experts."""
+    model, axes = step.model, step.plan.parallelism
+    latent, experts, rope = model.latent, model.experts, model.rope
+    options: dict[str, object] = {
+        "add-qkv-bias": model.has_bias("qkv") and not model.has_bias("out"),
+        "qk-layernorm": model.qk_norm == "head" or latent is not None,  # of its vectors
+    }
+    if model.positions == "rope" and rope.theta != 10000.0:
+        options["rotary-base"] = int(rope.theta)
+    if model.positions == "rope" and rope.share != 1.0:
+        options["rotary-percent"] = rope.share
+    if model.head_dim is not None:
+        options["kv-channels"] = model.head_dim
+    if latent is not None:
+        options["multi-latent-attention"] = True
+        options |= {"q-lora-rank": latent.q_rank} if latent.q_rank else {}
+        options |= {"kv-lora-rank": latent.kv_rank, "qk-head-dim": latent.nope_dim}
+        options |= {"qk-pos-emb-head-dim": latent.rope_dim, "v-head-dim": latent.value_dim}
+    if experts is None:
+        return options
+    sends_once = step.cluster.software.sends_once
+    routed = [int(kind.routed) for kind in layers(model)]
+    options |= {
+        "num-experts": experts.count,
+        "moe-router-topk": experts.active,
+        "moe-ffn-hidden-size": experts.ffn_hidden,
+        "moe-router-load-balancing-type": "aux_loss",
+        "moe-aux-loss-coeff": 1e-2,
+        "moe-grouped-gemm": True,
+        "moe-token-dispatcher-type": "flex" if sends_once else "alltoall",
+        "moe-enable-deepep": sends_once,
+        "expert-model-parallel-size": axes.ep,
+        "expert-tensor-parallel-size": axes.expert_tensor,
+    }
+    if not all(routed):
+        options["moe-layer-freq"] = str(routed).replace(" ", "")
+    if experts.shared_hidden:
+        options["moe-shared-expert-intermediate-size"] = experts.shared_hidden
+    if experts.capacity is not None:
+        options["moe-expert-capacity-factor"] = experts.capacity
+        options["moe-pad-expert-input-to-capacity"] = True
+    return options
+
+
 def _layers_per_chunk(title: str, step: PredictedStep) -> int:
     """Return the layers of a stage, or of a model chunk. Raises: CourseError if they are unequal"""
-    layers, rest = divmod(
+    each, rest = divmod(
         step.model.num_layers, step.plan.parallelism.pp * step.plan.num_model_chunks
     )
     got = f"{step.model.num_layers} layers and {step.plan}"
     _check(title, "stages of equally many layers", rest == 0, got)
-    return layers
+    return each
 
 
 def _is_preset(step: PredictedStep) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from course_lib.core.parallelism import ZERO_STAGES
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.roofline import data_parallel_tokens, fsdp_tokens, matmul_intensity, roof_of
-from course_lib.planner.compute import layer_products
+from course_lib.planner.compute import large_products
 from course_lib.planner.constants import MEASURED, SOFTWARE, Software
 from course_lib.planner.predicting import predict
 from course_lib.planner.prediction import PredictedStep
@@ -50,10 +50,8 @@ def roofline_note(step: PredictedStep) -> str:
     plan, cluster = step.plan, step.cluster
     number_bytes = 4 if plan.precision == "fp32" else 2
     roof = roof_of(cluster.device, "fp32" if plan.precision == "fp32" else "bf16")
-    products = layer_products(step.model, plan)
-    intensity, (m, depth, n) = min(
-        (matmul_intensity(m, depth, n, number_bytes), (m, depth, n)) for m, depth, n in products
-    )
+    sizes = [one[:3] for one in large_products(step.model, plan)]
+    intensity, (m, depth, n) = min((matmul_intensity(*one, number_bytes), one) for one in sizes)
     said = (
         f"By the roofline (lesson 01b): the product of lowest intensity, [{m}, {depth}] @ "
         f"[{depth}, {n}], has {intensity:,.0f} FLOP per byte, and the ridge is {roof.ridge:.0f}: "
@@ -90,6 +88,10 @@ def legend(steps: Sequence[PredictedStep]) -> str:
     words += [f"zero{stage}: {ZERO_WORDS[stage]}" for stage in stages]
     if any(plan.parallelism.sequence_parallel for plan in plans):
         words.append("sp: sequence parallelism beside tp")
+    if any(plan.parallelism.ep > 1 for plan in plans):
+        words.append("ep: ranks that share the experts of a layer, out of those of dp and tp")
+    if any(plan.parallelism.expert_tensor != plan.parallelism.tp for plan in plans):
+        words.append("etp: ranks that split each expert, in place of tp")
     if any(plan.num_model_chunks > 1 for plan in plans):
         words.append("chunks: model chunks per rank")
     if any(plan.recompute == "full" for plan in plans):
@@ -127,7 +129,9 @@ def software_note(steps: Sequence[PredictedStep]) -> str:
 def _elsewhere(step: PredictedStep, name: str) -> str:
     """Return what a plan takes with the constants of a program that runs it."""
     zero = step.plan.parallelism.zero
-    other = next(one for one in SOFTWARE.values() if zero in one.zero)
+    routed = step.model.experts is not None
+    programs = [one for one in SOFTWARE.values() if zero in one.zero]
+    other = min(programs, key=lambda one: (one.host_routed_s > 0) != routed)  # for such models
     elsewhere = replace(step.cluster, software=other)
     simulated = step.plan.schedule != "zb-h2"  # which is a formula only
     other_s = predict(step.model, elsewhere, step.plan, simulated=simulated).step_s
@@ -158,8 +162,11 @@ def trust_note(steps: Sequence[PredictedStep]) -> str:
     said = (
         f"Measured: the median error of the predicted step is {100 * measured.error:.1f} % on "
         f"{measured.count} runs ({measured.runs}{beyond}; docs/planner.md). Constants were fitted "
-        "on some of them: expect more elsewhere."
+        f"on {measured.fitted}: expect more elsewhere."
     )
+    if measured.experts != (first.model.experts is not None):
+        with_them = "all" if measured.experts else "none"
+        said += f" Of these runs, {with_them} are of models with experts."
     if len(steps) == 1:
         error_s = format_seconds(measured.error * first.step_s)
         return f"{said} Here {100 * measured.error:.1f} % is {error_s}."

@@ -37,6 +37,7 @@ CAUSE_KINDS = {  # for the color of a row
     "compute_s": "compute",
     "launch_s": "wait",
     "tp_s": "all_reduce",
+    "ep_s": "all_reduce",
     "bubble_s": "wait",
     "pp_s": "all_reduce",
     "dp_s": "all_reduce",

@@ -2,7 +2,8 @@
 
 `Parallelism` has the sizes of the axes and the ZeRO stage; a `Plan` adds what the step time and the
 memory depend on besides. Ranks are placed tp innermost, then cp, dp, and pp outermost, as in
-Megatron-LM: the axis that sends most gets the neighbours. Notebook 12_planner.
+Megatron-LM: the axis that sends most gets the neighbours. Expert parallelism has no ranks of its
+own; see `course_lib.planner.experts` for its groups. Notebook 12_planner.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,8 @@ COUNTS = ("num_model_chunks", "micro_batch", "num_micro_batches", "seq")
 class Plan:
     """A way to train: sizes of the axes, pipeline schedule, batch, recomputation, precision.
 
-    parallelism        dp, tp, pp, cp, zero, sequence_parallel. zero=3 is ZeRO-3 or FSDP, which send
-                       the same bytes
+    parallelism        dp, tp, pp, cp, zero, sequence_parallel, ep, expert_tp. zero=3 is ZeRO-3 or
+                       FSDP, which send the same bytes
     schedule           of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v
     num_model_chunks   per rank; above 1 the schedule is interleaved (zb-v has 2)
     micro_batch        sequences of a micro-batch
@@ -109,6 +110,12 @@ class Plan:
                 f"Plan: need seq divisible by cp, and by tp with sequence parallelism; got "
                 f"{self.seq}, cp={axes.cp} and tp={axes.tp}. Try a smaller cp."
             )
+        if model.experts is not None and axes.tp > 1 and not axes.sequence_parallel:
+            raise CourseError(
+                "Plan: need sequence_parallel with tp above 1 for a model with experts, because "
+                f"each rank sends tokens of its own; got tp={axes.tp} without. "
+                "Try sequence_parallel=True."
+            )
         if axes.pp * self.num_model_chunks > model.num_layers:
             raise CourseError(
                 f"Plan: need pp * num_model_chunks of at most the {model.num_layers} layers of "
@@ -135,6 +142,8 @@ class Plan:
         axes = self.parallelism
         words = [f"{name}{getattr(axes, name)}" for name in ("dp", "tp", "pp", "cp")]
         words = [word for word in words if not word.endswith("p1")] or ["1 GPU"]
+        words += [f"ep{axes.ep}"] * (axes.ep > 1)
+        words += [f"etp{axes.expert_tensor}"] * (axes.expert_tensor != axes.tp)
         return [*words, *[f"zero{axes.zero}"] * (axes.zero > 0)]
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ CAUSES = {  # in the order in which a bill shows them
     "compute_s": "matrix products and the kernels between them",
     "launch_s": "the host: kernels launched too slowly, and the fixed work of a step",
     "tp_s": "exposed communication of tensor (and context) parallelism",
+    "ep_s": "exposed communication of expert parallelism: tokens to their experts, and back",
     "bubble_s": "the pipeline's bubble, and stages that wait for the slowest",
     "pp_s": "exposed messages between pipeline stages",
     "dp_s": "exposed communication of gradients and of sharded parameters",
@@ -26,6 +27,7 @@ CAUSE_NAMES = {  # in a table, and in a picture's row
     "compute_s": "compute",
     "launch_s": "host",
     "tp_s": "TP messages",
+    "ep_s": "EP messages",
     "bubble_s": "bubble",
     "pp_s": "PP messages",
     "dp_s": "DP messages",
@@ -54,6 +56,7 @@ class PredictedStep:
     compute_s: float
     launch_s: float
     tp_s: float
+    ep_s: float
     bubble_s: float
     pp_s: float
     dp_s: float
@@ -79,7 +82,7 @@ class PredictedStep:
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        busy_s = self.compute_s + self.launch_s + self.tp_s + self.bubble_s
+        busy_s = self.compute_s + self.launch_s + self.tp_s + self.bubble_s + self.ep_s
         return busy_s + self.pp_s + self.dp_s + self.optimizer_s
 
     @property

@@ -5,7 +5,7 @@ is filled in from the named source, and said here. Notebook 12_planner.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from course_lib.core.errors import CourseError
@@ -14,34 +14,12 @@ from course_lib.core.presets import MODELS
 from course_lib.core.specs import ModelSpec
 from course_lib.core.units import GIB
 from course_lib.cost.published import rows
-from course_lib.planner.cluster import Cluster, cluster_for, find_cluster
+from course_lib.planner.cluster import cluster_for, find_cluster
 from course_lib.planner.plan import Plan
-from course_lib.planner.predicting import predict
-from course_lib.planner.prediction import PredictedStep
+from course_lib.planner.published_experts import expert_runs
+from course_lib.planner.published_run import PublishedRun
 
 Row = dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedRun:
-    """A published run.
-
-    group          runs that are alternatives of each other, or a model to leave out of a fit
-    memory_bytes   measured on a GPU; 0 if not published
-    mfu            as published; 0 if it was not
-    """
-
-    group: str
-    model: ModelSpec
-    cluster: Cluster
-    plan: Plan
-    step_s: float
-    memory_bytes: float = 0.0
-    mfu: float = 0.0
-
-    def predicted(self) -> PredictedStep:
-        """Predict the run."""
-        return predict(self.model, self.cluster, self.plan)
 
 
 def _megatron(row: Row, name: str) -> ModelSpec:
@@ -262,6 +240,7 @@ TABLES: dict[str, Callable[[], Iterable[PublishedRun]]] = {
     "ultrascale": _ultrascale,
     "llm-foundry": _llm_foundry,
     "torchtitan": _torchtitan,
+    "experts": expert_runs,
 }
 
 

@@ -95,6 +95,11 @@ def zero_bubble_errors() -> list[float]:
     return errors
 
 
+def expert_errors(*, fitted: bool) -> list[float]:
+    """Return the relative errors of the step times of models with experts."""
+    return step_errors(run for run in published_runs("experts") if run.fitted == fitted)
+
+
 def score_table() -> list[Score]:
     """Return the scores of all published tables."""
     playbook = published_runs("ultrascale")
@@ -113,6 +118,8 @@ def score_table() -> list[Score]:
         _score("torchtitan, Llama 3 8B on H100", torchtitan, 0.10),
         _score("llm-foundry, MPT on A100 and H100", foundry, 0.10),
         _score("zero-bubble, samples/s from F, B, W", zero_bubble_errors(), 0.10),
+        _score("experts on H100, runs in no fit", expert_errors(fitted=False), 0.20),
+        _score("experts on H100, fitted runs", expert_errors(fitted=True), 0.10),
     ]
 
 

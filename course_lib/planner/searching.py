@@ -4,11 +4,12 @@ A plan is pruned by its memory before its time is predicted. Closed forms make t
 10,000 plans per second on one core. Notebook 12_planner.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from course_lib.core.errors import CourseError
+from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.parallelism import ZERO_STAGES, Parallelism
 from course_lib.core.specs import ModelSpec
 from course_lib.planner.cluster import Cluster
@@ -79,8 +80,9 @@ def valid_plans(
     """Yield the plans that use all GPUs: every axis, batch, schedule, stage and recomputation.
 
     Tensor parallelism stays inside a node, and with it activations are split by tokens, too
-    (sequence parallelism), where the sequence allows it. In a pipeline ZeRO shards the optimizer
-    state only, as in Megatron-LM: stages 2 and 3 communicate in every micro-batch.
+    (sequence parallelism), where the sequence allows it. Experts are divided over ep, which may
+    span nodes, and each is split over the tp ranks or not at all. In a pipeline ZeRO shards the
+    optimizer state only, as in Megatron-LM: stages 2 and 3 communicate in every micro-batch.
     """
     for axes in _axes(model, cluster, seq):
         if global_batch % axes.dp:
@@ -107,13 +109,34 @@ def _axes(model: ModelSpec, cluster: Cluster, seq: int) -> Iterator[Parallelism]
     for tp in _divisors(cluster.num_gpus):
         if tp > cluster.gpus_per_node or cluster.gpus_per_node % tp:
             continue
-        if any(size % tp for size in (model.num_heads, model.kv_heads, model.ffn_hidden)):
-            continue
+        is_split = tp > 1 and seq % tp == 0
         for pp in _divisors(cluster.num_gpus // tp):
-            if pp <= model.num_layers:
-                dp = cluster.num_gpus // tp // pp
-                is_split = tp > 1 and seq % tp == 0
-                yield Parallelism(dp=dp, tp=tp, pp=pp, sequence_parallel=is_split)
+            whole = Parallelism(
+                dp=cluster.num_gpus // tp // pp, tp=tp, pp=pp, sequence_parallel=is_split
+            )
+            for axes in _with_experts(model, whole):
+                if _allows(model, axes):
+                    yield axes
+
+
+def _allows(model: ModelSpec, axes: Parallelism) -> bool:
+    """Return whether a model can be split that way."""
+    try:
+        axes.check(model)
+    except MeshError:
+        return False
+    return model.experts is None or axes.tp == 1 or axes.sequence_parallel
+
+
+def _with_experts(model: ModelSpec, axes: Parallelism) -> Iterator[Parallelism]:
+    """Yield the ways to divide the experts of a layer over the ranks of a stage."""
+    if model.experts is None:
+        yield axes
+        return
+    ranks = axes.dp * axes.tp
+    for expert_tp in sorted({1, axes.tp}):
+        for ep in _divisors(math.gcd(model.experts.count, ranks // expert_tp)):
+            yield replace(axes, ep=ep, expert_tp=None if expert_tp == axes.tp else expert_tp)
 
 
 def _schedules(model: ModelSpec, pp: int, num_micro_batches: int) -> Iterator[tuple[str, int]]:

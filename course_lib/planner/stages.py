@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from course_lib.core.errors import CourseError
+from course_lib.core.layers import layer_kinds
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.params import layer_params, norm_params
 from course_lib.memory.formulas import model_states
@@ -196,7 +197,14 @@ def stage_clock(
     The items are groups of `layers_per_item` layers, and the output layer with its loss as the last
     one: `num_items(model, layers_per_item)` in all. On each sub-mesh, tensor and data parallelism
     share the GPUs in the fastest way that fits; its all_reduce is spread over the micro-batches.
+
+    Raises: CourseError for a model whose layers differ, as with experts in some or a window
     """
+    if model.experts is not None or len(layer_kinds(model)) > 1:
+        raise CourseError(
+            f"stage_clock: need a dense model whose layers are alike; got {model.name}. "
+            "Try predict or search."
+        )
     last = num_items(model, layers_per_item) - 1
 
     def stage_s(first: int, end: int, mesh: SubMesh, behind: int) -> float:
@@ -247,12 +255,12 @@ def _part_s(model: ModelSpec, cluster: Cluster, way: Plan, part: _Part) -> float
     one = micro_batch(model, cluster, alike)
     time_s = part.num_layers * (sum(one.layer) + sum(one.sent) + sum(one.launched))
     time_s += part.has_head * (sum(one.head) + sum(one.ends))
-    table = model.vocab * model.hidden // axes.tp
+    table = model.padded_vocab * model.hidden // axes.tp
     num_params = part.num_layers * layer_params(model, axes) + part.embeds * table
     num_params += part.has_head * (table + norm_params(model))
     saved = saved_bytes(
         model,
-        (axes.tp, 1, axes.sequence_parallel),
+        (axes.tp, 1, axes.sequence_parallel, axes.tp),
         alike.micro_batch,
         way.seq,
         (way.recompute, way.flash, software.recipe.activation_bytes, software.kernels),

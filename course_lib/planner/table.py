@@ -13,7 +13,7 @@ from pathlib import Path
 from course_lib.core.errors import CourseError
 from course_lib.core.files import read_text
 from course_lib.core.parallelism import Parallelism
-from course_lib.core.specs import ModelSpec
+from course_lib.core.specs import Experts, ModelSpec
 from course_lib.core.units import GIB
 from course_lib.cost.flops import mfu, train_step_flop
 from course_lib.planner.cluster import Cluster, cluster_for
@@ -27,11 +27,17 @@ Row = Mapping[str, str]
 REQUIRED = ("id", "layers", "hidden", "heads")
 DEFAULTS = {  # of a column that is empty or not there
     "kv_heads": "heads",
+    "head_dim": "hidden / heads",
     "ffn": "4 * hidden; gated: 8/3 * hidden, up to a multiple of 256",
     "gated": "0",
     "vocab": "51200",
     "seq": "2048",
     "tied": "0 if gated, else 1",
+    "experts": "0: a dense model",
+    "active": "1",
+    "expert_ffn": "ffn",
+    "shared_ffn": "0",
+    "dense_layers": "0",
     "gpu": "a100-80gb",
     "nodes": "as many as the ranks need",
     "gpus_per_node": "8",
@@ -39,6 +45,8 @@ DEFAULTS = {  # of a column that is empty or not there
     "tp": "1",
     "pp": "1",
     "cp": "1",
+    "ep": "1",
+    "expert_tp": "tp",
     "chunks": "1",
     "micro_batch": "1",
     "num_micro_batches": "1",
@@ -50,12 +58,13 @@ DEFAULTS = {  # of a column that is empty or not there
     "cluster": "the profile of the GPU",
     "schedule": "interleaved if chunks > 1, else 1f1b",
 }
+EXPERT_CELLS = ("active", "expert_ffn", "shared_ffn", "dense_layers")
 TIMES = ("t_f_ms", "t_b_ms", "t_w_ms")
 NOTHING = 1e-12  # seconds below it are what rounding leaves of differences
 COLUMNS = (*REQUIRED, *DEFAULTS, *TIMES, "t_comm_ms")
 RESULTS = (
     *("id", "step_s", "tokens_per_s_per_gpu", "mfu", "memory_gib", "fits", "compute_s", "tp_s"),
-    *("bubble_s", "pp_s", "dp_s", "optimizer_s", "error"),
+    *("ep_s", "bubble_s", "pp_s", "dp_s", "optimizer_s", "error"),
 )
 
 
@@ -135,6 +144,7 @@ def _with_times(cells: "_Cells", step: PredictedStep) -> dict[str, str]:
     seconds = {
         "compute_s": compute_s,
         "tp_s": 0.0,  # within the measured times
+        "ep_s": 0.0,
         "bubble_s": max(0.0, found.step_s - compute_s),
         "pp_s": found.messages_s,
         "dp_s": step.dp_s,
@@ -161,13 +171,15 @@ def _result(step: PredictedStep, step_s: float, seconds: Mapping[str, float]) ->
 def _model(cells: "_Cells") -> ModelSpec:
     gated, hidden = cells.switch("gated", False), cells.count("hidden")
     ffn = -(-8 * hidden // (3 * 256)) * 256 if gated else 4 * hidden
+    ffn = cells.count("ffn", ffn)
     return ModelSpec(
         name=cells.text("id"),
         hidden=hidden,
         num_layers=cells.count("layers"),
         num_heads=cells.count("heads"),
         num_kv_heads=cells.count("kv_heads", cells.count("heads")),
-        ffn_hidden=cells.count("ffn", ffn),
+        head_dim=cells.count("head_dim", 0) or None,
+        ffn_hidden=ffn,
         vocab=cells.count("vocab", 51200),
         max_seq=cells.count("seq", 2048),
         tied=cells.switch("tied", not gated),
@@ -175,6 +187,22 @@ def _model(cells: "_Cells") -> ModelSpec:
         norm="rms" if gated else "layer",
         positions="rope" if gated else "learned",
         bias=not gated,
+        experts=_experts(cells, ffn),
+    )
+
+
+def _experts(cells: "_Cells", ffn: int) -> Experts | None:
+    """Return the experts of a row's model, in all its layers but the first `dense_layers`."""
+    if not (count := cells.count("experts", 0)):
+        if unused := [name for name in EXPERT_CELLS if cells.text(name)]:
+            raise CourseError(f"experts: need their number with {', '.join(unused)}; got none.")
+        return None
+    return Experts(
+        count=count,
+        active=cells.count("active", 1),
+        ffn_hidden=cells.count("expert_ffn", ffn),
+        shared_hidden=cells.count("shared_ffn", 0),
+        dense_layers=tuple(range(min(cells.count("dense_layers", 0), 10**5))),
     )
 
 
@@ -183,7 +211,8 @@ def _plan(cells: "_Cells") -> Plan:
     word = cells.text("schedule") or ("interleaved" if chunks > 1 else "1f1b")
     return Plan(
         parallelism=Parallelism(
-            **{name: cells.count(name, 1) for name in ("dp", "tp", "pp", "cp")},
+            **{name: cells.count(name, 1) for name in ("dp", "tp", "pp", "cp", "ep")},
+            expert_tp=cells.count("expert_tp", 0) or None,
             zero=cells.count("zero", 0),
             sequence_parallel=cells.switch("sequence_parallel", False),
         ),

@@ -165,7 +165,7 @@ def _tensor_s(run: StudyRun, machine: Machine) -> float:
     if run.tp == 1:
         return 0.0
     number_bytes = RECIPES[run.dtype].activation_bytes
-    calls = tensor_traffic(run.spec, run.micro_batch, run.seq, number_bytes)
+    calls = tensor_traffic(run.spec, run.micro_batch, run.seq, number_bytes, tp=run.tp)
     return run.num_micro_batches * traffic_s(calls, run.tp, machine.link) / run.pp
 
 

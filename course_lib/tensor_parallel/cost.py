@@ -9,6 +9,7 @@ result; `overlap_saves_s` counts what `overlap=True` hides of it. Notebook 07_te
 from dataclasses import dataclass
 
 from course_lib.core.errors import ShapeError
+from course_lib.core.layers import vectors
 from course_lib.core.presets import MODELS
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import train_step_flop
@@ -23,6 +24,7 @@ def tensor_traffic(
     seq: int,
     number_bytes: int = 2,
     *,
+    tp: int = 1,
     sequence_parallel: bool = False,
     gathers_again: bool = False,
 ) -> list[CollectiveCall]:
@@ -32,6 +34,8 @@ def tensor_traffic(
     ranks. All parameters are trained, and the logits stay split. The phase is forward, backward or
     finish (`finish_gradients`).
 
+    tp              ranks: more than there are heads of keys and values share them, and sum the
+                    gradients of their matrices in the end
     gathers_again   with sequence parallelism: as Megatron and `parallelize(..., overlap=True)`,
                     which save only this rank's tokens of each region's input and gather the others
                     once more in backward: 5/4 of the bytes of activations; `gathered_bytes` counts
@@ -61,8 +65,9 @@ def tensor_traffic(
         again = gathers_again and kind == "all_gather"
         reverse += [(part, "all_gather")] * again + [(part, adjoints.get(kind, ""))]
     backward = [_call("backward", part, kind, residual_bytes) for part, kind in reverse if kind]
-    finish = [_call("finish", "norms", "all_reduce", replicated_params(spec) * number_bytes)]
-    return [*forward, *loss, *backward, *finish[: int(sequence_parallel)]]
+    numbers = finished_params(spec, tp, sequence_parallel=sequence_parallel)
+    finish = [_call("finish", "norms", "all_reduce", numbers * number_bytes)] * bool(numbers)
+    return [*forward, *loss, *backward, *finish]
 
 
 def overlap_saves_s(backward_weight_s: float, all_reduce_s: float) -> float:
@@ -94,9 +99,27 @@ def replicated_params(spec: ModelSpec) -> int:
 
     These are norms, learned positions, and the biases of row-parallel layers.
     """
-    out_biases = spec.num_layers * spec.hidden * (spec.has_bias("out") + spec.has_bias("mlp"))
-    norms = (2 * spec.num_layers + 1) * norm_params(spec)
-    return norms + param_parts(spec)["positions"] + out_biases
+    whole = sum(one.size for one in vectors(spec) if one.pieces == 1)
+    biases = spec.hidden * (spec.has_bias("out") + spec.has_bias("mlp"))
+    ends = norm_params(spec) + param_parts(spec)["positions"]
+    return spec.num_layers * (whole + biases) + ends
+
+
+def finished_params(
+    spec: ModelSpec, tp: int, *, sequence_parallel: bool = False, num_layers: int | None = None
+) -> int:
+    """Return the numbers that `finish_gradients` sums: those of which each rank has a part.
+
+    With sequence parallelism all replicated ones, else the norms of queries and keys; and of heads
+    of keys and values that several ranks hold the whole matrices with their biases.
+
+    num_layers   on this stage of a pipeline; None: the model has one
+    """
+    layers = spec.num_layers if num_layers is None else num_layers
+    shared = 2 * spec.kv_hidden * (spec.hidden + spec.has_bias("qkv")) * (tp > spec.kv_heads)
+    if sequence_parallel:
+        return replicated_params(spec) + layers * shared
+    return layers * (shared + 2 * spec.head_size * (spec.qk_norm == "head"))
 
 
 def _loss_bytes(tokens: int, number_bytes: int) -> int:

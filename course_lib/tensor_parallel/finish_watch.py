@@ -1,10 +1,10 @@
 """A watch over `finish_gradients`: forgotten, or called twice, it would train another model.
 
-One replicated parameter stands for all of them: a hook on it sees every backward, and one on its
+One parameter stands for all of them: a hook on it sees every backward, and one on its
 module the forward after a step. Notebook 07_tensor_parallel.
 """
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Container, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ _WATCHES: MutableMapping[Tensor, "FinishWatch"] = WeakIdKeyDictionary()
 
 
 class FinishWatch:
-    """Watches one parameter of a model with sequence parallelism.
+    """Watches one parameter whose gradient `finish_gradients` sums.
 
     stepped_at   its version at the last backward that is not finished; None: all are
     finished     its gradient as `finish_gradients` has left it, and the version of that
@@ -61,11 +61,11 @@ class FinishWatch:
         return grad is not None and param.grad is grad and grad._version == version + adds
 
 
-def watch_finish(model: nn.Module, split: set[nn.Parameter]) -> None:
-    """Watch the first trained parameter that is not split."""
+def watch_finish(model: nn.Module, params: Container[nn.Parameter]) -> None:
+    """Watch the first trained one of the parameters whose gradients have to be finished."""
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            if param.requires_grad and param not in split:
+            if param.requires_grad and param in params:
                 _WATCHES[param] = watch = FinishWatch()
                 param.register_post_accumulate_grad_hook(watch.after_backward)
                 module.register_forward_pre_hook(watch.before_forward)
@@ -91,6 +91,6 @@ def _watched(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, FinishW
 
 def _called(got: str) -> CourseError:
     return CourseError(
-        f"rank {dist.get_rank()}, sequence parallel: need finish_gradients(model) once per step, "
+        f"rank {dist.get_rank()}, tensor parallel: need finish_gradients(model) once per step, "
         f"after the last backward; got {got}. Try backward(), finish_gradients(model), step()."
     )

@@ -23,6 +23,7 @@ from course_lib.data_parallel.gradients import NotCopied
 from course_lib.data_parallel.guarded import guard
 from course_lib.tensor_parallel.overlap import WeightAndBias, overlapped_columns
 from course_lib.tensor_parallel.regions import (
+    ShardAxis,
     copy_to_region,
     gather_columns,
     gather_sequence,
@@ -36,7 +37,7 @@ from course_lib.tensor_parallel.regions import (
 class ShardedLayer(NotCopied, nn.Module):
     """Base class of layers that hold this rank's shard of some of their parameters.
 
-    shards   by parameter name: the dim that is split, and its whole size
+    shards   by parameter name: how it is split
     parts    of that dim on this rank: how much is the whole parameter's, how much is padding
     """
 
@@ -48,17 +49,21 @@ class ShardedLayer(NotCopied, nn.Module):
         super().__init__()
         self.member = member_of(group, type(self).__name__)
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.shards: dict[str, tuple[int, int]] = {}
+        self.shards: dict[str, ShardAxis] = {}
         self.parts = 0, 0
 
-    def take_shard(self, name: str, whole: Tensor | None, dim: int) -> None:
-        """Register this rank's shard of a whole parameter, trainable if that one is."""
+    def take_shard(self, name: str, whole: Tensor | None, dim: int, copies: int = 1) -> None:
+        """Register this rank's shard of a whole parameter, trainable if that one is.
+
+        copies   as in `Split`: their gradients are partial sums, up to `finish_gradients`
+        """
         shard = None
         if whole is not None:
-            self.shards[name] = (dim, whole.shape[dim])
-            shard = nn.Parameter(own_shard(whole.detach(), dim, self.group), whole.requires_grad)
+            self.shards[name] = ShardAxis(dim, whole.shape[dim], copies)
+            part = own_shard(whole.detach(), dim, self.group, copies)
+            shard = nn.Parameter(part, whole.requires_grad)
             size = shard.shape[dim]
-            own = min(max(whole.shape[dim] - self.member.rank * size, 0), size)
+            own = min(max(whole.shape[dim] - self.member.rank // copies * size, 0), size)
             self.parts = own, size - own
             mark_split(shard, TENSOR_PARALLEL, self.member.ranks)
             guard(shard, nn.Parameter)
@@ -89,6 +94,8 @@ class ColumnParallelLinear(ShardedLayer):
     enters         False: the input is already inside the region, as q, k and v share one boundary
     overlap        sum the input's gradient while the weight's is computed; sequence parallel: save
                    this rank's tokens only and gather again in backward (not under autocast)
+    copies         ranks in a row that compute the same outputs: heads of keys and values that are
+                   fewer than tp; `finish_gradients` sums what each has of their gradient
     whole          layer whose weights are taken; None: initialized as nn.Linear does
     """
 
@@ -105,15 +112,21 @@ class ColumnParallelLinear(ShardedLayer):
         sequence_parallel: bool = False,
         enters: bool = True,
         overlap: bool = False,
+        copies: int = 1,
         whole: nn.Linear | None = None,
     ) -> None:
         super().__init__(group, sequence_parallel)
+        if self.member.size % copies or (gather_output and copies > 1):
+            raise CourseError(
+                "ColumnParallelLinear: need copies as a divisor of the ranks, and no gather_output "
+                f"with them; got {copies} of {self.member.size}. Try copies=1."
+            )
         whole = whole or nn.Linear(in_features, out_features, bias)
         self.out_features, self.gather_output, self.enters = out_features, gather_output, enters
         self.overlap = overlap
         self.output: Tensor | None = None  # computed beside others' by `columns_together`
-        self.take_shard("weight", whole.weight, dim=0)
-        self.take_shard("bias", whole.bias, dim=0)
+        self.take_shard("weight", whole.weight, dim=0, copies=copies)
+        self.take_shard("bias", whole.bias, dim=0, copies=copies)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, [..., out/tp]; all of them with gather_output."""

@@ -19,7 +19,7 @@ All but the last assume that every rank computes the same loss, which counts onc
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -139,13 +139,27 @@ def split_columns(x: Tensor, group: Group = None) -> Tensor:
 # --- shards
 
 
-def own_shard(whole: Tensor, dim: int, group: Group = None) -> Tensor:
+class ShardAxis(NamedTuple):
+    """How a parameter is split over the ranks of a group.
+
+    dim      that is split, and its whole `size`
+    copies   so many ranks in a row hold the same shard: heads of keys that are fewer than tp
+    """
+
+    dim: int
+    size: int
+    copies: int = 1
+
+
+def own_shard(whole: Tensor, dim: int, group: Group = None, copies: int = 1) -> Tensor:
     """Return a copy of this rank's shard along `dim`: ceil(n/p) of its n, padded with zeros.
+
+    copies   as in `ShardAxis`: p is the number of ranks divided by it
 
     Shapes:  [..., n, ...] -> [..., ceil(n/p), ...]
     """
-    n, size = whole.shape[dim], -(-whole.shape[dim] // dist.get_world_size(group))
-    start = min(dist.get_rank(group) * size, n)
+    n, size = whole.shape[dim], -(-whole.shape[dim] * copies // dist.get_world_size(group))
+    start = min(dist.get_rank(group) // copies * size, n)
     part = whole.narrow(dim, start, min(size, n - start))
     shape = list(whole.shape)
     shape[dim] = size
@@ -154,12 +168,17 @@ def own_shard(whole: Tensor, dim: int, group: Group = None) -> Tensor:
     return shard
 
 
-def gather_whole(shard: Tensor, dim: int, size: int, group: Group = None) -> Tensor:
+def gather_whole(
+    shard: Tensor, dim: int, size: int, group: Group = None, copies: int = 1
+) -> Tensor:
     """Gather the shards that `own_shard` has cut; return the whole tensor without the padding.
 
     Shapes:  [..., ceil(size/p), ...] -> [..., size, ...]
     """
-    return all_gather(shard, dim, group).narrow(dim, 0, size)
+    whole = all_gather(shard, dim, group)
+    if copies > 1:  # the first copy of each
+        whole = torch.cat(whole.chunk(dist.get_world_size(group), dim)[::copies], dim)
+    return whole.narrow(dim, 0, size)
 
 
 def all_gather(shard: Tensor, dim: int, group: Group = None) -> Tensor:

@@ -1,9 +1,10 @@
 """Tensor parallelism: `parallelize` splits the matrices of a GPT over the ranks of a group.
 
 Of each pair of matrices the first is split by columns and the second by rows: attention by whole
-heads, the MLP by its hidden units. All ranks get the same tokens, and each block costs two
-all_reduces forward and two backward; or, with sequence parallelism, an all_gather and a
-reduce_scatter instead of each, while norms and dropout see only this rank's tokens.
+heads, the MLP by its hidden units. Heads of keys and values that are fewer than ranks are on
+several of them. All ranks get the same tokens, and each block costs two all_reduces forward and two
+backward; or, with sequence parallelism, an all_gather and a reduce_scatter instead of each, while
+norms and dropout see only this rank's tokens.
 Notebook 07_tensor_parallel.
 """
 
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.data_parallel.composition import check_wrappable
+from course_lib.data_parallel.guarded import SplitParameter, guard
 from course_lib.models.gpt import GPT, MLP, Attention, Dropout
 from course_lib.tensor_parallel.finish_watch import watch_finish
 from course_lib.tensor_parallel.layers import (
@@ -31,6 +33,7 @@ from course_lib.tensor_parallel.layers import (
     columns_together,
 )
 from course_lib.tensor_parallel.regions import all_gather
+from course_lib.tensor_parallel.state import partial_params
 
 
 class ShardedDropout(Dropout):
@@ -76,7 +79,7 @@ def parallelize(
 
     logits = parallelize(model, mesh)(tokens)
     parallel_token_loss(logits, targets, mesh.get_group()).backward()
-    finish_gradients(model)
+    finish_gradients(model)  # for sequence parallelism, normed heads and shared ones
 
     sequence_parallel  norms, dropout and the residual stream hold seq/tp tokens per rank
     gather_output      logits [batch, seq, vocab] on every rank, for `token_loss`
@@ -86,12 +89,13 @@ def parallelize(
 
     Shapes:  tokens [batch, seq] -> [batch, seq, vocab/tp], rounded up
     Cost:    here one small all_gather, as a check; `tensor_traffic` lists those of a step
-    Raises:  MeshError for more than one axis, heads that tp does not divide, and ranks whose
+    Raises:  MeshError for more than one axis, heads that cannot be shared out, and ranks whose
              weights or random states differ; CourseError for a model that is split already
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4
     """
     group = _group_for(model, mesh)
     _check_same_start(model, group)
+    before = [*model.parameters()]
     options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
     _split_ends(model, options, gather_output=gather_output, overlap=overlap)
     for module in list(model.modules()):
@@ -105,8 +109,9 @@ def parallelize(
             part.add_module("dropout", ShardedDropout(part.dropout.p, group))
         if model.positions is not None:
             model.positions.register_forward_hook(partial(_own_rows, group))
-        layers = [module for module in model.modules() if isinstance(module, ShardedLayer)]
-        watch_finish(model, {getattr(layer, name) for layer in layers for name in layer.shards})
+    watch_finish(model, partial_params(model))
+    for param in {*before} - {*model.parameters()}:
+        guard(param, SplitParameter)  # an optimizer of it would train nothing
     return model.train(model.training)
 
 
@@ -115,7 +120,7 @@ def _split_ends(
 ) -> None:
     """Split embedding and head along the vocabulary; tied weights stay tied."""
     tied = model.head.weight is model.embedding.weight
-    sizes = model.spec.vocab, model.spec.hidden
+    sizes = model.spec.padded_vocab, model.spec.hidden
     embedding = VocabParallelEmbedding(*sizes, whole=model.embedding, **options)
     how: dict[str, Any] = {"gather_output": gather_output, "overlap": overlap, **options}
     head = VocabParallelHead(*sizes[::-1], False, whole=model.head, **how)
@@ -128,12 +133,20 @@ def _split_ends(
 def _split_pair(
     module: Attention | MLP, names: tuple[str, ...], options: Mapping[str, Any], overlap: bool
 ) -> None:
-    """Split the named matrices by columns and `out` by rows; they share one entry boundary."""
+    """Split the named matrices by columns and `out` by rows; they share one entry boundary.
+
+    Heads of keys and values that are fewer than tp are on several ranks, each with the queries that
+    need them.
+    """
     columns = []
     for name in names:
         linear = getattr(module, name)
         if linear is not None:  # an MLP without a gate
-            column = ColumnParallelLinear(*_sizes(linear), enters=False, whole=linear, **options)
+            copies = 1
+            if isinstance(module, Attention) and name in ("k", "v"):
+                copies = max(1, dist.get_world_size(options["group"]) // module.spec.kv_heads)
+            how = {"enters": False, "copies": copies, "whole": linear, **options}
+            column = ColumnParallelLinear(*_sizes(linear), **how)
             module.add_module(name, column)
             columns.append(column)
     out = RowParallelLinear(*_sizes(module.out), whole=module.out, **options)
@@ -180,13 +193,17 @@ def _group_for(model: GPT, mesh: DeviceMesh) -> dist.ProcessGroup:
             f"parallelize: need an unsplit GPT; got {got}. Try parallelize(GPT(spec), mesh)."
         )
     check_wrappable(model, mesh.get_group(), "parallelize")
-    for what in ("num_heads", "kv_heads"):
-        heads = getattr(model.spec, what)
-        if heads % mesh.size():
-            raise MeshError(
-                f"parallelize: need {what} of {model.spec.name} divisible by tp, as a head stays "
-                f"whole; got {heads} and {mesh.size()}. Try a smaller tp."
-            )
+    tp, spec = mesh.size(), model.spec
+    if spec.num_heads % tp:
+        raise MeshError(
+            f"parallelize: need num_heads of {spec.name} divisible by tp, as a head stays whole; "
+            f"got {spec.num_heads} and {tp}. Try a smaller tp."
+        )
+    if spec.kv_heads % tp and tp % spec.kv_heads:
+        raise MeshError(
+            f"parallelize: need kv_heads of {spec.name} as a multiple or a divisor of tp, as a "
+            f"head stays whole; got {spec.kv_heads} and {tp}. Try a smaller tp."
+        )
     return mesh.get_group()
 
 

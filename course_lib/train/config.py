@@ -4,6 +4,7 @@ Every mistake that can be found before a run starts is reported here, in one sen
 """
 
 import difflib
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -201,7 +202,7 @@ class TrainConfig:
 
     def identity(self, model: ModelSpec, data: str) -> dict[str, Any]:
         """Return the settings on which the results depend: a resumed run must keep them."""
-        spec = {**asdict(model), "name": ""}
+        spec = json.loads(json.dumps({**asdict(model), "name": ""}))  # as it is read back
         names = ["optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch"]
         names += ["clip_norm", "compute_dtype", "momentum", "warmup"]
         return {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}

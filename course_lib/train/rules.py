@@ -8,6 +8,7 @@ import re
 import sys
 from typing import Any
 
+from course_lib.core.built import check_built
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 
 COMPUTE_DTYPES = ("bfloat16",)
@@ -49,7 +50,11 @@ def check_profiled_steps(config: Any, first: int) -> None:
 
 
 def check_split(config: Any) -> None:
-    """Check that the model can be split that way. Raises: MeshError or ShapeError"""
+    """Check that the model can be built, and split that way.
+
+    Raises: CourseError, MeshError or ShapeError
+    """
+    check_built(config.model, "--model")
     _check_tensors(config)
     _check_stages(config)
     if config.strategy == "torch-ddp" and config.pp > 1:
@@ -61,13 +66,19 @@ def check_split(config: Any) -> None:
 
 def _check_tensors(config: Any) -> None:
     model, tp = config.model, config.tp
-    for what in ("num_heads", "kv_heads"):
-        heads = getattr(model, what)
-        if heads % tp:
-            fits = max(n for n in range(1, tp) if model.num_heads % n == model.kv_heads % n == 0)
+    possible = {
+        "num_heads of model {} divisible by tp": lambda n: model.num_heads % n == 0,
+        "kv_heads of model {} as a multiple or a divisor of tp": lambda n: (
+            model.kv_heads % n == 0 or n % model.kv_heads == 0
+        ),
+    }
+    for need, fits in possible.items():
+        if not fits(tp):
+            heads = model.num_heads if need.startswith("num") else model.kv_heads
+            most = max(n for n in range(1, tp) if all(one(n) for one in possible.values()))
             raise MeshError(
-                f"--mesh: need {what} of model {model.name} divisible by tp, as a head stays "
-                f"whole; got {heads} and {tp}. Try tp={fits}."
+                f"--mesh: need {need.format(model.name)}, as a head stays whole; got {heads} and "
+                f"{tp}. Try tp={most}."
             )
     if not config.sequence_parallel:
         return

@@ -159,7 +159,7 @@ class Trainer:
         if self.progress.step + 1 == self.config.steps:
             self.metrics.note_memory(self.adapter.state_bytes())
         self.wrapped.finish()
-        if self.config.sequence_parallel and self.config.strategy != "megatron":
+        if self.config.tp > 1 and self.config.strategy != "megatron":
             finish_gradients(self.model)
         return found * self.mesh.reports
 

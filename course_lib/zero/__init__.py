@@ -8,6 +8,9 @@ clips sharded gradients, `state.py` cuts and joins saved state, `offload.py` kee
 host, and `guards.py` refuses code that takes a shard for the whole. `cost.py` predicts traffic,
 `lab.py` measures it and memory, `beside_frameworks.py` times our stages and DeepSpeed's;
 `pictures.py` and `explorer.py` draw.
+
+The exercises that check a learner's stages 1, 2 and 3 are `step.py`, `grads.py` and `linear.py` in
+`course_lib/checks/zero`.
 """
 
 from typing import TYPE_CHECKING

@@ -19,7 +19,7 @@ from course_lib.collectives.group import Group
 from course_lib.core.call_names import call_for
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
-from course_lib.data_parallel.gradients import NotCopied
+from course_lib.data_parallel.gradients import NotCopied, need_dense
 from course_lib.data_parallel.guarded import guard
 from course_lib.zero.flat_layout import FlatLayout, Piece
 from course_lib.zero.guards import Away, ZeROParameter
@@ -241,11 +241,7 @@ class FlatParam(NotCopied):
         buffer = self._open_buffer()
         param, start = self.params[index], self.layout.starts[index]
         if param.grad is not None:
-            if param.grad.is_sparse:
-                raise CourseError(
-                    f"ZeRO: need dense gradients; got a sparse one for {self.names[index]}. "
-                    "Try sparse=False in its nn.Embedding."
-                )
+            need_dense(param.grad, self.names[index], "ZeRO")
             buffer[start : start + param.grad.numel()].add_(param.grad.reshape(-1))
             param.grad = None
         elif index in self.arrived:

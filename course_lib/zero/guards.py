@@ -11,13 +11,14 @@ from types import FrameType
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import splits_of, wrapper_of
+from course_lib.data_parallel.elementwise import need_elementwise, refuse_whole, steps_as_torch
 from course_lib.data_parallel.guarded import (
     CLIP,
     CLIP_VALUE,
@@ -29,13 +30,6 @@ from course_lib.data_parallel.guarded import (
     GuardedParameter,
     refuse,
 )
-
-ELEMENTWISE = (
-    *(SGD, Adam, AdamW, Adagrad, RMSprop),
-    *(optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.Rprop),
-)
-WHOLE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)  # whole, or sparse, tensors
-
 
 PASSIVE = (Tensor.grad.__get__, Tensor.requires_grad_)  # type: ignore[union-attr]
 
@@ -128,10 +122,10 @@ class FSDPShard(GuardedParameter):
     def is_leaf(self) -> bool:  # type: ignore[override]
         """True. An optimizer asks when made. Raises: CourseError if it may need whole tensors"""
         reader = sys._getframe(1).f_locals.get("self")
-        if not isinstance(reader, Optimizer) or not self.is_part:
-            return True
-        if isinstance(reader, WHOLE) or not steps_as_torch(type(reader)):
-            need_elementwise(type(reader), "FSDP")
+        if isinstance(reader, Optimizer) and self.is_part:
+            refuse_whole(reader, "FSDP")
+            if not steps_as_torch(type(reader)):
+                need_elementwise(type(reader), "FSDP")
         return True
 
 
@@ -159,22 +153,6 @@ class FSDPGrad(Tensor):
         return self.clone().__reduce_ex__(protocol)  # a plain tensor
 
 
-class ReplacedParameter(nn.Parameter):
-    """A parameter that FSDP has replaced by a shard: an optimizer made before would train nothing.
-
-    It gets no gradient any more, and whoever looks for one is told so.
-    """
-
-    def _refuse(self, *_: Any) -> None:
-        raise CourseError(
-            "FSDP: need an optimizer of the shards; got one of a parameter that FSDP has replaced "
-            "by its shard, so it would train nothing. Try model = FSDP(module) first, then the "
-            "optimizer of model.parameters()."
-        )
-
-    grad: Any = property(_refuse, _refuse, _refuse)
-
-
 def refuse_gradient(shard: nn.Parameter, name: str) -> Any:
     """Refuse a gradient that autograd computes for a shard: it is not the mean over ranks.
 
@@ -195,29 +173,6 @@ def refuse_gradient(shard: nn.Parameter, name: str) -> Any:
     node.register_prehook(refuse)
     shard.requires_grad_(trains)  # a frozen one may train later
     return node
-
-
-def steps_as_torch(optimizer_cls: type[Optimizer]) -> bool:
-    """Return whether the step of an optimizer is one of PyTorch's, and not a learner's own."""
-    return optimizer_cls.step.__module__.startswith("torch.optim.")
-
-
-def need_elementwise(optimizer_cls: type[Optimizer], where: str = "ShardedOptimizer") -> None:
-    """Check that an optimizer steps each number by itself; its class may say so: `elementwise`.
-
-    Raises:  CourseError for one whose step needs whole tensors
-    """
-    if getattr(optimizer_cls, "elementwise", False):
-        return
-    known = isinstance(optimizer_cls, type) and issubclass(optimizer_cls, ELEMENTWISE)
-    if not (known and steps_as_torch(optimizer_cls)):
-        name = getattr(optimizer_cls, "__name__", repr(optimizer_cls))
-        raise CourseError(
-            f"{where}: need an optimizer that steps each number by itself, such as "
-            f"{', '.join(cls.__name__ for cls in ELEMENTWISE[:5])}; got "
-            f"{name}{' with a step of its own' if known else ''}. A shard holds pieces of "
-            "tensors. Try torch.optim.AdamW, or elementwise = True in a class of your own."
-        )
 
 
 # as PyTorch does for its DTensor: otherwise optimizers on GPUs would loop over the shards

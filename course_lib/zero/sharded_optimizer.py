@@ -24,12 +24,12 @@ from course_lib.data_parallel.composition import (
     check_same_parameters,
     wrapper_of,
 )
+from course_lib.data_parallel.elementwise import need_elementwise
 from course_lib.data_parallel.gradients import NotCopied
 from course_lib.data_parallel.guarded import refuse
 from course_lib.zero.clip import clip_shards
 from course_lib.zero.flat_layout import Piece
 from course_lib.zero.flat_param import FlatParam
-from course_lib.zero.guards import need_elementwise
 from course_lib.zero.offload import Offload
 from course_lib.zero.state import (
     cut_state,

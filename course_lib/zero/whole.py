@@ -4,8 +4,7 @@ It says what a rank does, and nothing else. `zero.py` puts many parameters into 
 adds stages 1 and 3, clipping, masters in float32, offload and checkpoints. Notebook 09_zero.
 """
 
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,40 @@ from torch.optim import Optimizer
 
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
-from course_lib.data_parallel.composition import check_wrappable
-from course_lib.data_parallel.gradients import require_gradients
-from course_lib.zero.guards import need_elementwise
+from course_lib.data_parallel.composition import check_wrappable, mark_wrapped, wrapper_of
+from course_lib.data_parallel.elementwise import need_elementwise
+from course_lib.data_parallel.gradients import (
+    NotCopied,
+    call_when_accumulated,
+    check_not_replaced,
+    need_dense,
+    require_gradients,
+    require_known,
+)
+from course_lib.data_parallel.guarded import CLIP, MODULE_CLEAR, STEP, GuardedParameter, guard
 
 
-class WholeZeRO2:
+class SentParam(GuardedParameter):
+    """A parameter whose gradient has been sent: whoever would read it is told so."""
+
+    engine = "WholeZeRO2"
+    instead: ClassVar = {
+        **dict.fromkeys((CLIP, MODULE_CLEAR), "ZeRO2 of course_lib.zero, which clears and clips"),
+        STEP: "step() of WholeZeRO2",
+    }
+
+    @property
+    def is_part(self) -> bool:
+        """Whether no other wrapper has replaced it."""
+        return isinstance(wrapper_of(self), WholeZeRO2)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a step would use this rank's part of it."""
+        return bool(wrapper_of(self).own)
+
+
+class WholeZeRO2(NotCopied):
     """`module` on every rank; each rank keeps 1/p of the gradients and of the optimizer state.
 
     optimizer = WholeZeRO2(module, torch.optim.AdamW, lr=1e-3)
@@ -51,8 +78,11 @@ class WholeZeRO2:
         self.optimizer = cls(self.shards, **options)
         self.own: dict[int, Tensor] = {}  # this rank's parts of the sums of gradients
         self.in_flight: list[tuple[dist.Work, Tensor]] = []
+        self.module = module
+        mark_wrapped(self.params, self)
         for number, param in enumerate(self.params):
-            param.register_post_accumulate_grad_hook(partial(self._reduce, number))
+            call_when_accumulated(param, self._reduce, number)
+            guard(param, SentParam)
 
     def _slots(self, whole: Tensor) -> Tensor:
         """Return p equal parts of a tensor, the last ones filled up with zeros [p, ceil(n / p)]."""
@@ -61,8 +91,10 @@ class WholeZeRO2:
         slots[: whole.numel()] = whole.flatten()
         return slots.view(self.member.size, width)
 
-    def _reduce(self, number: int, param: Tensor) -> None:
+    def _reduce(self, number: int) -> None:
         """Phase 1, in backward: send a gradient as soon as it is complete, and free it."""
+        param = self.params[number]
+        need_dense(param.grad, self.names[number], "WholeZeRO2")
         if param.grad is None or number in self.own:
             raise CourseError(
                 f"WholeZeRO2: need one backward before each step; got a second gradient for "
@@ -84,12 +116,15 @@ class WholeZeRO2:
     @torch.no_grad()
     def step(self) -> None:
         """Step this rank's shards, and give all ranks the new parameters."""
+        check_not_replaced(self)
+        require_known(self.module, {*self.params}, "WholeZeRO2")
         missing = [name for n, name in enumerate(self.names) if n not in self.own]
         require_gradients(missing, "WholeZeRO2.step", "backward() before step()")
         # Phase 2: the mean of this rank's part of each gradient; the optimizer steps
         self._wait()
         for number, own in self.own.items():
             self.shards[number].grad = own.div_(self.member.size)
+            self.shards[number].copy_(self._slots(self.params[number])[self.member.rank])  # loaded?
         self.own.clear()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -25,6 +25,7 @@ from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import Box, Shard
 from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
+from course_lib.data_parallel.elementwise import need_elementwise
 from course_lib.data_parallel.gradients import (
     NotCopied,
     call_when_accumulated,
@@ -36,7 +37,7 @@ from course_lib.data_parallel.gradients import (
 from course_lib.data_parallel.guarded import guard
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.gather_hooks import GatherHooks
-from course_lib.zero.guards import ZeROParameter, need_elementwise
+from course_lib.zero.guards import ZeROParameter
 from course_lib.zero.offload import Offload
 from course_lib.zero.reducer import Reducer, agree_on_used
 from course_lib.zero.sharded_optimizer import ShardedOptimizer, need_some

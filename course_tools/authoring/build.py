@@ -143,8 +143,9 @@ def write_solved(
             execute(new, CELL_TIMEOUT_S, ended)
     except CellStopped as error:
         line = cells[error.index].line
+        what = str(error).rstrip(".")
         raise CourseError(
-            f"{lesson.source.name}, line {line}: the cell {error}. Nothing was written."
+            f"{lesson.source.name}, line {line}: the cell {what}. Nothing was written."
         ) from None
     for cell in new.cells:
         if "check" in tags_of(cell) and not cell.outputs:

@@ -9,9 +9,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from course_lib.checks.lesson_source import read_source
 from course_lib.core import CourseError
 from course_lib.core.files import write_whole
 from course_lib.workbooks.lessons import Lesson
+from course_tools.authoring.source_rules import problems
 
 CELLS = '''
 # %% [markdown]
@@ -148,6 +150,11 @@ def new_exercise(lesson: Lesson, key: str, name: str, on_ranks: bool) -> Begun:
     for path, text in files.items():
         write_whole(path, text)
     return made
+
+
+def before_build(lesson: Lesson) -> list[str]:
+    """Return what a lesson's source needs before it can be built, such as fewer cells."""
+    return [what for _, what in problems(read_source(lesson.source), lesson.word)]
 
 
 def _demand_free(lesson: Lesson, key: str, name: str, made: Begun) -> None:

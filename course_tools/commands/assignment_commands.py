@@ -170,16 +170,23 @@ def new_exercise(
 ) -> None:
     """Create an exercise to fill in: its cells, its check with planted mistakes, and its test."""
     from course_lib.workbooks.lessons import find_folder, find_lesson
+    from course_tools.authoring.new_exercise import before_build
     from course_tools.authoring.new_exercise import new_exercise as begin
 
-    made = begin(find_lesson(notebook, find_folder()), key, name or key.replace("-", "_"), on_ranks)
+    lesson = find_lesson(notebook, find_folder())
+    made = begin(lesson, key, name or key.replace("-", "_"), on_ranks)
     print(
         f"Fill in, from FILL IN to FILL IN (docs/authoring.md has an example):\n\n  {made.source}"
     )
     print(f"  {made.check}\n  {made.test}\n")
     print(f"Prove it:    python -m course_lib.checks {key} --show")
-    print(f'             python -m pytest tests/checks -k "{key}- or {made.test.stem}"')
+    if on_ranks:
+        print(f"             python -m course_lib.checks {lesson.word} --freeze")
+    tests = f"{key}- or {made.test.stem} or beside_checks"
+    print(f'             python -m pytest tests/checks -k "{tests}"')
     print(f"Then:        make notebooks NOTEBOOKS_ARGS={notebook}")
+    for sentence in before_build(lesson):
+        print(f"Before that: {lesson.name}: {sentence}.")
 
 
 def add_assignment_commands(app: typer.Typer) -> None:

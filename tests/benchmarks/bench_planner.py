@@ -5,6 +5,7 @@ import time
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS
 from course_lib.planner import Plan, find_cluster, predict
+from course_lib.planner.published_runs import published_runs
 from course_lib.planner.scores import alternatives, regrets, score_table
 
 
@@ -17,6 +18,15 @@ def show_scores() -> None:
     lost = regrets(alternatives())
     print("\nthroughput lost by the first choice:")
     print("  " + ", ".join(f"{group} {share:.0%}" for group, share in lost.items()))
+
+
+def show_experts() -> None:
+    print("\nmodels with experts, published and predicted step:")
+    for run in published_runs("experts"):
+        said_s = run.predicted().step_s
+        words = f"{run.group}, {run.plan.seq} tokens, {run.plan.short}, {run.plan.precision}"
+        error = f"{said_s / run.step_s - 1:+.0%}{' fitted' if run.fitted else ''}"
+        print(f"  {words:90} {run.step_s:7.2f} s {said_s:7.2f} s {error}")
 
 
 def show_speed() -> None:
@@ -42,4 +52,5 @@ def show_speed() -> None:
 
 if __name__ == "__main__":
     show_scores()
+    show_experts()
     show_speed()

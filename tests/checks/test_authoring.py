@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.checks import CheckFailed, NotDone, right_answer
+from course_lib.checks import CheckFailed, NotDone, __main__, right_answer
 from course_lib.core import CourseError
 from course_lib.workbooks.lessons import Lesson
-from course_tools.authoring.new_exercise import new_exercise
+from course_tools.authoring.new_exercise import before_build, new_exercise
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = "# %%\nimport torch.distributed as dist\n\nfrom course_lib.checks import check\n\n"
@@ -55,7 +55,11 @@ def test_another_right_answer_passes_the_pages_check(greatest):
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
         return torch.neg(lowest)
 
+    def without_a_call_where_alone(x):
+        return x.clone() if dist.get_world_size() == 1 else by_minimum(x)
+
     assert greatest.verdict(by_minimum)
+    assert greatest.verdict(without_a_call_where_alone)
 
 
 @pytest.fixture
@@ -94,6 +98,28 @@ def test_what_cannot_be_begun_changes_nothing(course, key, name, says):
     with pytest.raises(CourseError, match=says):
         new_exercise(course, key, name, on_ranks=False)
     assert {path: path.read_bytes() for path in course.folder.parent.rglob("*.py")} == before
+
+
+def test_who_begins_an_exercise_is_told_that_the_lesson_is_full(course):
+    assert not before_build(course)
+    more = "\n# %% [markdown]\n# A cell.\n" * 60
+    course.source.write_text(course.source.read_text() + more)
+    new_exercise(course, "ddp-7", "which_rank", on_ranks=True)
+    (sentence,) = before_build(course)
+    assert sentence.startswith("need at most 60 cells in a lesson; got 1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nosuch"], "got 'nosuch'. The lesson 'nosuch' has no exercises"),
+        (["--freeze", "nosuch"], "need a lesson that has exercises on ranks"),
+        (["--freeze", "collectives-6"], "need a lesson that has exercises on ranks"),
+    ],
+)
+def test_what_cannot_be_proved_is_told_in_a_sentence(arguments, says, capsys):
+    assert __main__.main(arguments) == 1
+    assert says in capsys.readouterr().out
 
 
 def test_a_stub_of_the_page_is_not_done(greatest):

@@ -80,7 +80,7 @@ def test_a_spec_is_written_down_by_what_differs():
 def test_config_json_of_the_hub(tmp_path):
     spec = read_config(write(tmp_path, LLAMA))
     assert spec == ModelSpec(
-        **{**spec_fields(MODELS["llama-8b"]), "name": "llama", "norm_eps": 1e-6}
+        **{**spec_fields(MODELS["llama-8b"]), "name": "llama", "norm_eps": 1e-6, "rope": {}}
     )
     assert read_config(write(tmp_path, GPT2)).ffn_hidden == 4 * 768
 
@@ -89,7 +89,7 @@ def test_config_json_of_the_hub(tmp_path):
     ("change", "words"),
     [
         ({"model_type": "mamba"}, "need model_type gpt2, gpt_neox, llama, .*; got 'mamba'"),
-        ({"num_attention_heads": 33}, "need hidden divisible by num_heads"),
+        ({"num_attention_heads": 33}, "num_attention_heads: need a divisor of hidden_size = 4096"),
         ({"num_experts": 4}, "the field 'num_experts' .4. is not known here"),
         ({"hidden_act": "xielu"}, "hidden_act: need one of silu"),
         ({"head_dim": "128"}, "head_dim: need a whole number"),
@@ -128,6 +128,9 @@ def test_unknown_names_tell_the_nearest():
         ("gpt3-175b", "Try megatron-175b."),
         ("llama-65b", "Try llama-70b."),
         ("llama-7b", "Try llama2-7b or llama-8b."),
+        ("qwen-30b", "Try qwen3-30b-a3b."),
+        ("qwen3", "Try qwen3-0.6b or qwen3-30b-a3b."),
+        ("gemma-2b", "Try gemma2-2b."),
     ],
 )
 def test_a_name_with_a_size_tells_presets_of_that_size(name, hint):

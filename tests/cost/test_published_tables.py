@@ -15,6 +15,7 @@ NUMBERS = {
     "llm_foundry": ("SeqLen (T)", "# GPUs", "MFU", "HFU", "Throughput (T/s/GPU)"),
     "megatron_sc21": ("tp", "pp", "dp", "gpus"),
     "torchtitan": ("gpus", "fsdp", "tp", "pp", "TPS_per_GPU"),
+    "moe": ("gpus", "tp", "ep", "pp", "global_batch", "step_s", "model_TFLOPs_per_GPU"),
     "ultrascale": ("nodes", "dp", "tp", "pp", "mbs", "grad_acc"),
     "ultrascale_figures": ("value",),
     "vtrain_ground_truth": ("gpus", "micro_batch", "measured_iter_time_s"),

@@ -9,16 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim import SGD, Adafactor, Muon, SparseAdam
+from torch.optim import LBFGS, SGD, Adafactor, Muon, SparseAdam
 
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.presets import find_model
-from course_lib.data_parallel import LocalSGD, NaiveDDP
+from course_lib.data_parallel import LocalSGD, NaiveDDP, ParameterServer
 from course_lib.data_parallel.composition import wrapper_of
 from course_lib.ddp import DDP
 from course_lib.fsdp import FSDP
+from course_lib.fsdp.whole import WholeFSDP
 from course_lib.mesh import Mesh, RankMesh
 from course_lib.models import GPT, next_tokens, token_batch
 from course_lib.pipeline import Pipeline
@@ -63,6 +65,10 @@ def sharded(module):
     return ShardedOptimizer(module.parameters(), SGD, lr=0.5)
 
 
+def served(module):
+    return ParameterServer(module, SGD(module.parameters()))
+
+
 def one_after_another(first, second):
     """Both of the same module, as in two cells of a notebook."""
     module = net()
@@ -87,6 +93,19 @@ def with_compiled_blocks(in_place):
 def split_gpt():
     torch.manual_seed(0)
     return parallelize(GPT(TINY), RankMesh(Mesh(tp=2)).device_mesh("tp"))
+
+
+def before_split(make):
+    """An optimizer of a model that tensor parallelism splits later."""
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    optimizer = make(model)
+    parallelize(model, RankMesh(Mesh(tp=2)).device_mesh("tp"))
+    return optimizer
+
+
+def sgd(model):
+    return SGD(model.parameters(), lr=0.5)
 
 
 def alone():
@@ -130,6 +149,26 @@ REFUSED = {
         SHARDED,
     ),
     "DDP(ZeRO3.module)": (lambda: DDP(zero("ZeRO3", net()).module), SHARDED),
+    "DDP(replicate)": (lambda: DDP(replicate(net())), WRAPPED),
+    "FSDP, after replicate": (lambda: one_after_another(replicate, FSDP), WRAPPED),
+    **{
+        f"{name}(WholeFSDP)": (lambda wrap=wrap: wrap(WholeFSDP(net())), SHARDED)
+        for name, wrap in ONCE.items()
+    },
+    "ShardedOptimizer of WholeFSDP": (lambda: sharded(WholeFSDP(net())), SHARDED),
+    "WholeFSDP, then torch DDP": (
+        lambda: one_after_another(WholeFSDP, TorchDDP),
+        "need code that knows",
+    ),
+    "WholeFSDP, then fully_shard": (
+        lambda: one_after_another(WholeFSDP, fully_shard),
+        "need code that",
+    ),
+    "LocalSGD, then FSDP": (
+        lambda: one_after_another(lambda m: LocalSGD(m, every=2), FSDP)[1].average(),
+        SHARDED,
+    ),
+    "ParameterServer of FSDP": (lambda: served(FSDP(net())), SHARDED),
     "LocalSGD(FSDP)": (lambda: LocalSGD(FSDP(net()), every=2), SHARDED),
     "ShardedOptimizer of FSDP": (lambda: sharded(FSDP(net())), SHARDED),
     "ShardedOptimizer of fully_shard": (lambda: sharded(fully_shard(net())), SHARDED),
@@ -196,6 +235,18 @@ REFUSED = {
         lambda: setattr(one_after_another(lambda m: [*m.parameters()], FSDP)[1][0], "grad", None),
         "so it would train nothing",
     ),
+    "Muon of TP": (
+        lambda: Muon([split_gpt().embedding.weight]),
+        "tensor parallelism: need an optimizer that steps each number by itself",
+    ),
+    "LBFGS of TP": (lambda: LBFGS(split_gpt().parameters()), "each number by itself"),
+    **{
+        f"{name} before parallelize": (
+            lambda make=make: before_split(make).step(),
+            "tensor parallelism: need an optimizer of the shards; got one of a parameter that",
+        )
+        for name, make in {"SGD": sgd, "ShardedOptimizer": sharded}.items()
+    },
     "Muon of FSDP": (
         lambda: Muon(FSDP(nn.Linear(4, 4, bias=False)).parameters()),
         "FSDP: need an optimizer that steps each number by itself",
@@ -254,10 +305,6 @@ def losses(rank, wrap, make_optimizer=None):
         dist.all_reduce(total)
         found.append(total.item() / 2)
     return found
-
-
-def sgd(model):
-    return SGD(model.parameters(), lr=0.5)
 
 
 def losses_after(rank, earlier, name):

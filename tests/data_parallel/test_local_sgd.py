@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from course_lib.core import CourseError
 from course_lib.data_parallel import DiLoCo, LocalSGD, NaiveDDP, outer_step
 from tests.law.law import LENGTHS, WORLDS, Replicas, assert_laws, every_module, lasting
+from tests.refusals import assert_refused
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -139,6 +140,56 @@ def test_counters_stay_a_ranks_own(pools):
 def test_never_to_average_is_told(wrap):
     with pytest.raises(CourseError, match=f"{wrap.__name__}: need every >= 1; got 0"):
         wrap(nn.Linear(1, 1), 0)
+
+
+def later(wrap, change, frozen=False):
+    """Two rounds, and a change of the module between them: its first layer's bias."""
+
+    def broken(rank):
+        module = net()
+        module[0].bias.requires_grad_(not frozen)
+        model = wrap(module, every=1)
+        model.average()
+        change(module)
+        with torch.no_grad():
+            module[0].weight.add_(1)
+        model.average()
+        return module[0].bias
+
+    return broken
+
+
+def late_layer(module):
+    module.append(nn.Linear(3, 3).double())
+
+
+def test_what_is_not_in_the_first_round_is_told(pools):
+    table = [
+        ("LocalSGD: need the parameters to train when", later(LocalSGD, late_layer)),
+        ("DiLoCo: need the parameters to train when", later(DiLoCo, late_layer)),
+        (
+            "got 0.bias later",
+            later(DiLoCo, lambda module: module.requires_grad_(True), frozen=True),
+        ),
+    ]
+    assert_refused(pools(2), table)
+
+
+def test_diloco_leaves_alone_what_is_frozen_meanwhile(pools):
+    """Without a gradient, momentum does not move it either."""
+
+    def moved(rank):
+        module = net()
+        model = DiLoCo(module, every=1)
+        with torch.no_grad():
+            module[0].bias.add_(1)
+        model.average()
+        before = module[0].bias.detach().clone()
+        module[0].bias.requires_grad_(False)
+        model.average()
+        return (module[0].bias - before).abs().max().item()
+
+    assert pools(2).run(moved) == [0.0, 0.0]
 
 
 # --- DiLoCo

@@ -8,10 +8,12 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 
 from course_lib.data_parallel import NaiveDDP
 from course_lib.ddp import DDP
+from course_lib.zero import ShardedOptimizer
 from tests import lifecycle
 from tests.lifecycle import Loop, Net, assert_law, assert_told
 
@@ -120,6 +122,25 @@ def stepped_by_hand(made):
             param.sub_(param.grad, alpha=0.1)
 
 
+def only_in_no_sync(loop, use):
+    """All backwards are in no_sync, so the gradients are no means when they are used."""
+
+    def train(rank):
+        made = loop()
+        with made.no_sync():
+            made.loss().backward()
+            made.finish()
+        use(made)
+        made.loss()
+
+    return train
+
+
+def step_inside(made):
+    with made.no_sync():
+        made.optimizer.step()
+
+
 def sparse(rank):
     model = NaiveDDP(nn.Embedding(3, 2, sparse=True))
     model(torch.arange(3)).sum().backward()
@@ -132,6 +153,20 @@ TOLD = {
     "NaiveDDP: need finish() after backward; got parameters that have changed before it": (
         never_finished(Naive, stepped_by_hand)
     ),
+    "rank's alone. Try model.finish() first, outside of no_sync()": (
+        only_in_no_sync(Naive, lambda made: made.optimizer.step())
+    ),
+    "Try model.finish() first, outside of no_sync()": (
+        only_in_no_sync(Buckets, lambda made: made.clip(1.0))
+    ),
+    "got ShardedOptimizer.step, which sees this rank's alone": (
+        only_in_no_sync(Buckets, lambda made: ShardedOptimizer(made.params(), SGD).step())
+    ),
+    " DDP: need finish() after backward; got parameters that": only_in_no_sync(
+        Buckets, stepped_by_hand
+    ),
+    " DDP: need finish() after backward": only_in_no_sync(Buckets, step_inside),
+    " DDP: need finish()": never_finished(Buckets, stepped_by_hand),
     "NaiveDDP: need dense gradients; got a sparse one for weight": sparse,
     "NaiveDDP: need parameters with shapes; got weight": lambda rank: NaiveDDP(nn.LazyLinear(2)),
     "DDP: need code that knows of the gradients of all ranks; got torch.nn.utils.clip_grad_norm_": (

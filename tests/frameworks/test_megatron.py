@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 
 import cloudpickle
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from course_lib.core import CourseError, MeshError, ModelSpec
 from course_lib.core.errors import ShapeError
+from course_lib.core.specs import Rope
 from course_lib.frameworks import MegatronEngine
 from course_lib.mesh import Mesh
 from course_lib.mesh.beside_frameworks import run_mesh
@@ -37,7 +39,12 @@ LLAMA = ModelSpec(
     bias=False,
 )
 NO_BIAS = ModelSpec(**SIZES, max_seq=16, bias=False, tied=False)
-SPECS = {"gpt2": GPT2, "llama": LLAMA, "no bias": NO_BIAS}
+TODAY = replace(
+    LLAMA,
+    **{"head_dim": 12, "bias": ("qkv",), "rope": Rope(theta=300.0), "activation": "gelu_tanh"},
+    **{"norm_eps": 1e-3, "vocab": 49, "vocab_multiple": 50},
+)
+SPECS = {"gpt2": GPT2, "llama": LLAMA, "no bias": NO_BIAS, "today": TODAY}
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, eps=1e-3)  # a gradient of 0 but for rounding stays so
 BATCH, STEPS = 8, 3
@@ -208,6 +215,17 @@ def refused(rank, spec, sizes, how):
             {},
             r"need num_layers divisible by pp \* model_chunks; got 4 and 8",
         ),
+        (
+            replace(LLAMA, qk_norm="head"),
+            {},
+            {},
+            r"need a model whose qk_norm it maps .* got qk_norm = 'head'",
+        ),
+        (replace(LLAMA, window=4), {}, {}, r"need a model whose window it maps .* got window = 4"),
+        (replace(LLAMA, nope_layers=(0,)), {}, {}, r".* got nope_layers = \(0,\) of own"),
+        (replace(GPT2, parallel=True), {}, {}, ".* got parallel = True"),
+        (replace(LLAMA, rope=Rope(share=0.5)), {}, {}, r".* got rope = Rope\(.*share=0\.5"),
+        (replace(GPT2, bias=("mlp", "norm")), {}, {}, r".* got bias = \('mlp', 'norm'\)"),
         (LLAMA, {"tp": 4}, {}, "need kv_heads divisible by tp; got 2 and 4"),
         (GPT2, {"tp": 3}, {}, "need num_heads divisible by tp; got 4 and 3"),
         (GPT2, {"pp": 4}, {}, r"need ranks divisible by tp \* pp; got 2 and 1 \* 4"),

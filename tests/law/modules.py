@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.core import ModelSpec
+from course_lib.core.specs import Rope
 from course_lib.models import BERT, GPT, padded_batch, token_loss
 from course_lib.recompute import recompute, recompute_full, recompute_selective
 
@@ -21,6 +22,22 @@ TINY = ModelSpec(hidden=24, num_layers=2, num_heads=12, ffn_hidden=36, vocab=48,
 LLAMA = replace(TINY, gated=True, norm="rms", positions="rope", bias=False)
 GROUPED = replace(LLAMA, hidden=48, num_heads=24, num_kv_heads=12, tied=False)
 UNEVEN = replace(TINY, vocab=41, ffn_hidden=31, gated=True, tied=False)  # no p divides either
+# what decoders of today have: heads of their own size, one of keys for all, a window in a layer
+SCALING = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8,
+}
+TODAY = replace(
+    LLAMA,
+    **{"tied": False, "num_kv_heads": 1, "head_dim": 4, "qk_norm": "head", "bias": ("qkv",)},
+    **{"window": 5, "window_layers": (1,), "nope_layers": (0,), "norm_eps": 1e-3},
+    **{"activation": "gelu_tanh", "rope": Rope(theta=300.0, scaling=tuple(SCALING.items()))},
+)
+NEOX = replace(
+    TINY,
+    **{"parallel": True, "norms_per_layer": 1, "positions": "rope", "rope": Rope(share=0.5)},
+    **{"head_dim": 4, "activation": "relu", "tied": False, "vocab_multiple": 16},
+)
 # 8 layers: two chunks on each of 4 stages
 DEEP = replace(TINY, num_layers=6, ffn_hidden=16, bias=False, norm="rms")
 
@@ -293,6 +310,8 @@ HARD = {
     "GPT": language(lambda: gpt(DEEP)),
     "GPT, grouped keys": language(lambda: gpt(GROUPED, flash=False)),
     "GPT, uneven": language(lambda: gpt(UNEVEN)),
+    "GPT, of today": language(lambda: gpt(TODAY)),
+    "GPT, parallel": language(lambda: gpt(NEOX, flash=False)),
     "GPT, frozen ends": language(lambda: gpt(DEEP, "embedding", "positions", "blocks.0")),
     "GPT, frozen norms": language(lambda: gpt(TINY, "norm", "out.bias", "1.attention")),
     "GPT, recomputed": language(lambda: gpt(TINY, change=recompute_full)),

@@ -1,5 +1,6 @@
 """The methods in one short file each keep the law of the engines that grew out of them."""
 
+import copy
 import sys
 
 import cloudpickle
@@ -123,9 +124,107 @@ def half_a_unit(rank):
 
 def two_backwards(rank):
     module = Layers()
-    WholeZeRO2(module, torch.optim.SGD, lr=0.1)
+    _engine = WholeZeRO2(module, torch.optim.SGD, lr=0.1)
     for _ in range(2):
         module(torch.ones(1, 3)).sum().backward()
+
+
+def trained(wrap, use, before=lambda module: None):
+    """A backward of a module under a method, and a use of both, and of what was there before."""
+
+    def broken(rank):
+        module = Layers()
+        earlier = before(module)
+        model = wrap(module)
+        (model if isinstance(model, nn.Module) else module)(torch.ones(1, 3)).sum().backward()
+        use(model, module, earlier)
+
+    return broken
+
+
+def fsdp(use, **how):
+    return trained(WholeFSDP, use, **how)
+
+
+def zero(use, **how):
+    return trained(lambda module: WholeZeRO2(module, torch.optim.SGD, lr=0.1), use, **how)
+
+
+def sgd_of(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def added_layer(model, module, _):
+    module.blocks.append(nn.Linear(3, 3))
+    model.step() if isinstance(model, WholeZeRO2) else model(torch.ones(1, 3))
+
+
+def clip(params):
+    return nn.utils.clip_grad_norm_(params, 1.0)
+
+
+def two_graphs(model):
+    model(torch.ones(1, 3)).sum().backward(create_graph=True)
+
+
+TOLD = [
+    ("WholeFSDP: need a model outside of a process group", fsdp(lambda m, *_: copy.deepcopy(m))),
+    (
+        "WholeFSDP: need weights inside the forward of their unit",
+        fsdp(lambda m, module, _: copy.deepcopy(module)),
+    ),
+    ("got one that is used outside", fsdp(lambda m, *_: m.state_dict())),
+    ("one that is used outside. Try the whole model", fsdp(lambda m, *_: m.to(torch.bfloat16))),
+    ("got torch.nn.utils.clip_grad_norm_", fsdp(lambda m, *_: clip(m.shards))),
+    ("got grad.norm()", fsdp(lambda m, *_: m.shards[0].grad.norm())),
+    ("got optimizer.step(), which sees", fsdp(lambda m, _, sgd: sgd.step(), before=sgd_of)),
+    ("Try an optimizer of model.shards", fsdp(lambda m, _, sgd: sgd.step(), before=sgd_of)),
+    ("got module.zero_grad()", fsdp(lambda m, module, _: module.zero_grad())),
+    ("got Muon", fsdp(lambda m, *_: torch.optim.Muon(m.parameters()))),
+    (
+        "with this rank's shard of the unit of blocks.0",
+        fsdp(lambda m, *_: m.shards[0].sum().backward()),
+    ),
+    ("WholeFSDP: need the parameters to train when", fsdp(added_layer)),
+    ("got create_graph=True", lambda rank: two_graphs(WholeFSDP(Layers()))),
+    ("got torch.nn.utils.clip_grad_norm_", zero(lambda z, module, _: clip(module.parameters()))),
+    ("Try step() of WholeZeRO2", zero(lambda z, _, sgd: sgd.step(), before=sgd_of)),
+    ("got module.zero_grad(), which sees", zero(lambda z, module, _: module.zero_grad())),
+    ("WholeZeRO2: need the parameters to train when", zero(added_layer)),
+    ("WholeZeRO2: need a model outside", zero(lambda z, *_: copy.deepcopy(z))),
+]
+
+
+def test_what_would_be_another_number_is_told_in_one_sentence(pools):
+    assert_refused(pools(2), TOLD)
+
+
+def test_fsdp_in_one_file_clips_by_the_whole_norm(pools):
+    def norm(rank):
+        torch.manual_seed(0)
+        model = WholeFSDP(Layers().double())
+        model(torch.ones(1, 3).double()).sum().backward()
+        return model.clip_grad_norm_(1.0)
+
+    torch.manual_seed(0)
+    alone = Layers().double()
+    alone(torch.ones(1, 3).double()).sum().backward()
+    wanted = clip(alone.parameters())
+    for found in pools(2).run(norm):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_zero_in_one_file_steps_what_was_loaded_into_the_module(pools):
+    def loaded(rank):
+        module = Layers()
+        engine = WholeZeRO2(module, torch.optim.SGD, lr=0.0)
+        state = {name: value * 2 for name, value in module.state_dict().items()}
+        module.load_state_dict(state)
+        module(torch.ones(1, 3)).sum().backward()
+        engine.step()
+        torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
+
+    pools(2).run(loaded)
 
 
 def unequal(rank):

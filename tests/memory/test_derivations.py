@@ -79,6 +79,26 @@ def test_a_llama_layer_of_this_cpu_keeps_its_norms_in_fp32(dtype):
     assert measure_layer(llama, 3, 40, dtype=dtype) == total(one.layer())
 
 
+ROPE = replace(SWIGLU, norm="rms", positions="rope", bias=False)
+TODAY = {
+    "heads of their own size": replace(ROPE, head_dim=14),
+    "normed queries and keys": replace(ROPE, head_dim=14, qk_norm="head"),
+    "a window": replace(ROPE, window=7),
+    "parallel": replace(GPT_SPEC, positions="rope", parallel=True),
+    "parallel, one norm": replace(GPT_SPEC, positions="rope", parallel=True, norms_per_layer=1),
+    "parallel, rms": replace(ROPE, parallel=True),
+    "biases of q, k and v": replace(ROPE, bias=("qkv",)),
+}
+
+
+@pytest.mark.parametrize(("dtype", "flash"), list(product(DTYPES[:2], (True, False))), ids=str)
+@pytest.mark.parametrize("spec", TODAY.values(), ids=TODAY)
+def test_a_layer_of_a_model_of_today_keeps_what_its_rows_say(spec, dtype, flash):
+    one = Pass(spec=spec, batch=3, seq=40, number_bytes=dtype.itemsize, flash=flash)
+    one = replace(one, kernels=TORCH_CPU)
+    assert measure_layer(spec, 3, 40, dtype=dtype, flash=flash) == total(one.layer())
+
+
 UNTIED = replace(GPT_SPEC, tied=False)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from course_lib.core import ModelSpec, Parallelism
-from course_lib.core.layers import Layer, layers, matrices
+from course_lib.core.layers import LayerKind, layers, matrices
 from course_lib.core.specs import Experts, LatentAttention
 from course_lib.cost.flops import forward_flop, score_pairs
 from course_lib.cost.params import (
@@ -163,5 +163,5 @@ def test_heads_of_keys_that_are_fewer_than_tp_are_on_several_ranks():
         for row in Pass(spec=plain, batch=1, seq=8, parallelism=axes).layer()
     }
     assert (split["q"], split["k and v"]) == (rows["q"] / 4, rows["k and v"] / 2)
-    keys = matrices(plain, Layer(rotary=True))[1]
+    keys = matrices(plain, LayerKind(rotary=True))[1]
     assert weights_on_rank(keys, axes) == 16 * 8 / 2

@@ -1,13 +1,14 @@
 """Parameters, states and activations: exact against models, ledgers against laws, bad input."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course_lib.core import MODELS, CourseError, ShapeError
+from course_lib.core import MODELS, CourseError, ShapeError, presets
 from course_lib.core.parallelism import Parallelism
 from course_lib.cost.params import count_tensors
 from course_lib.memory import (
@@ -43,8 +44,11 @@ def test_count_params_is_the_instantiated_model(spec):
     assert count_tensors(spec) == len(params)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_count_params_of_every_preset(name):
+PUBLISHED = {path.stem for path in Path(presets.__file__).parent.glob("configs/*.json")}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in PUBLISHED])
+def test_count_params_of_every_preset_that_gpt_builds(name):
     with torch.device("meta"):
         model = GPT(replace(MODELS[name], max_seq=min(MODELS[name].max_seq, 2048)))
     more = MODELS[name].max_seq - model.spec.max_seq  # rope tables need not be that long here

@@ -79,6 +79,7 @@ def test_a_mesh_is_equal_to_one_with_the_same_sizes_in_the_same_order():
         (lambda: Mesh(dp=2).coordinates(-1), "need a rank from 0 to 1; got -1"),
         (lambda: Mesh(dp=2).rank({"tp": 0}), "need an index for each of dp; got {'tp': 0}"),
         (lambda: Mesh(dp=2).rank({"dp": 2}), "need dp from 0 to 1; got 2"),
+        (lambda: Mesh(dp=2).rank({"dp": -1}), "need dp from 0 to 1; got -1"),
         (lambda: Mesh(dp=2).group(0, "tp"), "need one of its axes dp; got 'tp'"),
         (lambda: read_mesh("dp"), "need axes such as dp=2,pp=2,tp=2, each once; got 'dp'"),
         (lambda: read_mesh("dp=2,dp=2"), "each once"),

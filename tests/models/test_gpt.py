@@ -1,14 +1,15 @@
 """The model is the one its spec describes and keeps what it says; tokens follow from a seed."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from course_lib.core import CourseError, ShapeError
-from course_lib.core.specs import ModelSpec
-from course_lib.models import GPT, IGNORED, next_tokens, padded_batch, token_batch, token_loss
+from course_lib.core.specs import Experts, LatentAttention, ModelSpec, Rope
+from course_lib.models import BERT, GPT, IGNORED, next_tokens, padded_batch, token_batch, token_loss
 from course_lib.models.gpt import Attention, Block, Dropout, Rotary
 
 SIZES = {"hidden": 32, "num_layers": 2, "num_heads": 4, "ffn_hidden": 48, "vocab": 50}
@@ -199,3 +200,50 @@ def test_it_is_built_without_memory_on_the_meta_device(spec):
         logits = model(torch.zeros(2, 8, dtype=torch.long))
     assert logits.shape == (2, 8, 50)
     assert all(param.is_meta for param in model.parameters())
+
+
+NOT_BUILT = {
+    "experts": Experts(count=4, active=2, ffn_hidden=8),
+    "latent": LatentAttention(q_rank=None, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4),
+    "attention_softcap": 50.0,
+    "logit_softcap": 30.0,
+    "sinks": True,
+    "norms_per_layer": 4,
+    "positions": "none",
+    "qk_norm": "whole",
+    "extras": ("a SwiGLU that is clamped",),
+}
+
+
+@pytest.mark.parametrize("field", [*NOT_BUILT, "chunked", "rope"])
+def test_what_is_not_built_is_refused_by_name(field):
+    spec = replace(LLAMA, num_kv_heads=None)
+    if field == "chunked":
+        spec = replace(spec, window=4, chunked=True)
+    elif field == "rope":
+        spec = replace(spec, rope=Rope(scaling=(("rope_type", "yarn"), ("factor", 4.0))))
+    else:
+        spec = replace(spec, **{field: NOT_BUILT[field]})
+    for build_it in (GPT, BERT):
+        with pytest.raises(CourseError, match=rf"^(GPT|BERT): need {field} .*Try replace\(spec"):
+            build_it(spec)
+
+
+def test_a_window_of_all_tokens_changes_nothing():
+    inputs, _ = tokens_of(LLAMA)
+    wanted = build(LLAMA)(inputs)
+    assert torch.equal(build(replace(LLAMA, window=16))(inputs), wanted)
+    found = build(replace(LLAMA, window=15))(inputs)
+    torch.testing.assert_close(found[:, :15], wanted[:, :15], rtol=0, atol=1e-6)
+    assert (found[:, 15] - wanted[:, 15]).abs().max() > 1e-5  # it does not see the first token
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_a_token_sees_its_window_and_nothing_before(flash):
+    """Through two layers with a window of 3, a token depends on the four before it."""
+    spec = replace(LLAMA, window=3)
+    model, (inputs, _) = build(spec, flash=flash).double(), tokens_of(spec)
+    changed = inputs.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % spec.vocab
+    apart = (model(inputs) - model(changed)).abs().amax(dim=(0, 2))
+    assert [n for n, one in enumerate(apart) if one > 1e-9] == [5, 6, 7, 8, 9]

@@ -226,6 +226,7 @@ def test_a_spoiled_student_notebook_is_kept_aside(toy):
     ("old", "new", "says"),
     [
         ('print("walk", 3)', "1 / 0", r"line \d+: the cell raised ZeroDivisionError"),
+        ('print("walk", 3)', "assert 0, 'no.'", r"AssertionError: no\. Nothing was written\."),
         ('print("walk", 3)', "import os; os._exit(1)", "the cell ended the kernel"),
         ("raise ValueError(", "print(", "is tagged raises-exception and did not raise"),
         ('print("walk", 3)', 'print("x" * 600_000)', "at most 500 kB; got 60. kB"),

@@ -424,6 +424,11 @@ class Pair(nn.Module):
         return x, x
 
 
+class Fails(nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("a fault of its own")
+
+
 def of_layers(*layers):
     return lambda rank: Pipeline(layers[rank], F.mse_loss).step(one_f_one_b(2, 2), *batch(2))
 
@@ -477,6 +482,7 @@ ON_ONE_RANK = [
         r"rank 1, Pipeline, F0: need a stage that takes .* got \[2, 5\] float32, and mat1 and mat2",
         of_layers(nn.Linear(6, 5), nn.Linear(6, 6)),
     ),
+    ("rank 0 raised RuntimeError: a fault of its own", of_layers(Fails(6, 6), nn.Linear(6, 6))),
     (
         r"rank 0, Pipeline, F0: need \[2, 6\] float32, as in the first step.* got \[2, 5\] float32."
         " Try a new Pipeline",

@@ -137,7 +137,8 @@ def test_every_schedule_has_the_numbers_of_one_process(pools, p):
 def test_every_model_has_the_numbers_of_one_process(pools, p):
     given = {one["schedule"]: one for one in some_schedules(p)}
     laws = ways(["layers", "tied", "two dtypes"], [*given.values()])
-    laws += ways(["GPT, uneven", "GPT, recomputed"], [given[name] for name in PLAIN])
+    names = ["GPT, uneven", "GPT, recomputed", "GPT, of today", "GPT, parallel"]
+    laws += ways(names, [given[name] for name in PLAIN])
     assert_laws(pools(p).run, Pipelined, laws)
 
 

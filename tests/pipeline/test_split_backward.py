@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from course_lib.core import ModelSpec
 from course_lib.models import GPT
+from course_lib.pipeline import zero_bubble_h1, zero_bubble_v
+from course_lib.pipeline.p2p import CommPlan
 from course_lib.pipeline.split_backward import SplitBackward
 
 
@@ -94,6 +96,22 @@ def test_two_halves_give_the_gradients_of_one_backward(name, wants_x):
         split.backward_weight()
     torch.testing.assert_close(grads_of(module), wanted, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(got_x, wanted_x, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "halved"),
+    [
+        (zero_bubble_h1(2, 3), 0, []),  # W follows at once, and rank 0 sends no gradient
+        (zero_bubble_h1(2, 3), 1, [(0, 0), (0, 1), (0, 2)]),  # rank 0 waits for I
+        (zero_bubble_v(2, 3), 0, [(1, 0), (1, 1), (1, 2)]),
+        # in the turn of the V nothing is sent; the last W there fills a bubble
+        (zero_bubble_v(2, 3), 1, [(0, 0), (0, 1), (0, 2), (1, 2)]),
+    ],
+)
+def test_only_what_another_rank_or_a_later_w_waits_for_is_split(schedule, rank, halved):
+    assert sorted(CommPlan(schedule, rank).split_backwards) == halved
+    everything = {(a.model_chunk, a.micro_batch) for a in schedule[rank] if a.kind[-6:] == "weight"}
+    assert CommPlan(schedule, rank, splits_all=True).split_backwards == everything
 
 
 def test_a_gpt_has_its_gradients_and_the_first_half_touches_no_weight():

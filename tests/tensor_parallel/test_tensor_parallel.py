@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from course_lib.core import ModelSpec
 from course_lib.core.links import INFINIBAND, NVLINK
 from course_lib.core.parallelism import Parallelism
+from course_lib.core.shards import Box
 from course_lib.cost.flops import forward_flop
 from course_lib.cost.hardware import H100
 from course_lib.cost.params import count_params, params_on_rank
@@ -29,6 +30,7 @@ from course_lib.ddp import DDP
 from course_lib.memory import activations
 from course_lib.memory.layer_bytes import TORCH_CPU
 from course_lib.memory.saved_tensors import measure_saved, tensors_of
+from course_lib.mesh import Mesh, RankMesh, clip, clip_grad_norm_across
 from course_lib.models import GPT, IGNORED, padded_batch, token_loss
 from course_lib.models.gpt import Dropout
 from course_lib.ranks import record
@@ -52,8 +54,10 @@ from course_lib.tensor_parallel import (
     tensor_parallel,
     vocab_parallel_cross_entropy,
 )
+from course_lib.tensor_parallel import state as finishing_state
 from course_lib.tensor_parallel.cost import (
     break_even_hidden,
+    finished_params,
     gathered_bytes,
     megatron_widths,
     replicated_params,
@@ -62,6 +66,7 @@ from course_lib.tensor_parallel.cost import (
 from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.tensor_parallel.lab import split_layer_bytes
 from course_lib.tensor_parallel.regions import all_gather
+from course_lib.tensor_parallel.state import shards_of_split
 from tests.law.law import (
     LENGTHS,
     WORLDS,
@@ -105,7 +110,7 @@ def the_mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-class Split(Alone):
+class ShardAxis(Alone):
     """All ranks have the whole batch, and begin alike."""
 
     name, same_seed = "tensor parallel", True
@@ -139,13 +144,131 @@ def test_tensor_parallel_has_the_numbers_of_one_process(
 ):
     laws = every_module(sequence_parallel=sequence_parallel, optimizer="plain sgd")
     laws += ways(["GPT, uneven"], [{"sequence_parallel": sequence_parallel}])
-    assert_laws(pools(world_size).run, Split, lasting(length, laws))
+    assert_laws(pools(world_size).run, ShardAxis, lasting(length, laws))
 
 
 def assert_law(by_rank, wanted):
     for found in by_rank[1:]:
         torch.testing.assert_close(found, by_rank[0], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(by_rank[0], wanted, **TOLERANCE)
+
+
+def copies_of(named):
+    return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def steps_of(
+    model, finish=lambda: None, clip=nn.utils.clip_grad_norm_, how=(token_loss, copies_of)
+):
+    """Two clipped steps: losses, norms, and the gradients and weights after each, whole."""
+    optimizer, (loss_of, whole), found = sgd(model), how, []
+    for number in range(2):
+        tokens, targets = padded_batch(number, batch=2, seq=12, vocab=48)
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        finish()
+        grads = whole(grads_of(model))
+        norm = clip(model.parameters(), 0.1)
+        optimizer.step()
+        weights = whole(dict(model.named_parameters()))
+        found.append((loss.detach(), norm, grads, weights))
+    return found
+
+
+def shared(kv_heads, window=5):
+    """A model whose heads of keys are fewer than ranks, with all that needs a sum over ranks."""
+    how = {**LLAMA, "tied": False, "bias": ("qkv", "out"), "qk_norm": "head", "head_dim": 4}
+    return replace(TINY, **how, num_layers=2, num_heads=8, num_kv_heads=kv_heads, window=window)
+
+
+WAYS = [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "overlap": True}]
+
+
+def split_steps(rank, specs, ways=WAYS, finish_of=finish_gradients):
+    mesh, found = RankMesh(Mesh(tp=dist.get_world_size())), []
+    for spec in specs:
+        for way in ways:
+            model = parallelize(seeded(spec).double(), mesh.device_mesh("tp", "cpu"), **way)
+            clip = partial(clip_grad_norm_across, model, mesh)
+            how = parallel_token_loss, partial(gather_tensors, model)
+            finish = partial(finish_of, model)
+            found.append(steps_of(model, finish, lambda _, most, clip=clip: clip(most), how))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_heads_that_ranks_share_have_the_numbers_of_one_process(pools, world_size):
+    """One or two heads of keys and values; losses, gradients, their norm and two clipped steps."""
+    specs = [shared(1), shared(2, window=None)]
+    wanted = [steps_of(seeded(spec).double()) for spec in specs for _ in WAYS]
+    assert all(norm > 0.12 for steps in wanted for _, norm, _, _ in steps)
+    assert_law(pools(world_size).run(split_steps, specs), wanted)
+
+
+def each_copy_counts(module, mesh):
+    split = shards_of_split(module)
+    return [n for n, _ in module.named_parameters() if n in split or mesh.index("tp") == 0]
+
+
+def first_copy_only(shard, how, group):
+    """What each rank adds to the sum, without what the second copy of a head has seen."""
+    return placed(shard, how, group) * (dist.get_rank(group) % how.copies == 0)
+
+
+def sum_nothing(model):
+    with finishing(model.parameters()):
+        pass
+
+
+placed = finishing_state._placed
+FAULTS = {
+    "each copy counts": (clip, "counted_here", each_copy_counts),
+    "the first copy counts alone": (finishing_state, "_placed", first_copy_only),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_heads_that_are_not_summed_or_counted_right_fail_the_law(pools, fault):
+    def steps(rank, place, attribute, broken):
+        with patch.object(place, attribute, broken):
+            return split_steps(rank, [shared(1)], [{}])
+
+    wanted = [steps_of(seeded(shared(1)).double())]
+    with pytest.raises(AssertionError):
+        assert_law(pools(2).run(steps, *FAULTS[fault]), wanted)
+
+
+def test_shared_heads_and_norms_that_are_not_summed_fail_the_law(pools):
+    wanted = [steps_of(seeded(shared(1)).double())]
+    with pytest.raises(AssertionError):
+        assert_law(pools(2).run(split_steps, [shared(1)], [{}], sum_nothing), wanted)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_shared_heads_are_held_once_and_read_back(pools, kv_heads):
+    """Whole tensors, the shards that a checkpoint is made of, and other ranks that load them."""
+    spec = shared(kv_heads)
+
+    def states(rank):
+        model = parallelize(seeded(spec), the_mesh())
+        torch.manual_seed(7)
+        other = parallelize(GPT(spec), the_mesh())
+        whole = full_state_dict(model)
+        load_full_state_dict(other, whole)
+        name = "blocks.1.attention.k.weight"
+        shard = shards_of_split(model)[name](dict(model.named_parameters())[name])
+        return whole, full_state_dict(other), shard.shape, [box for box, _ in shard.pieces]
+
+    wanted = seeded(spec).state_dict()
+    for p in (2, 4):
+        by_rank = pools(p).run(states)
+        for rank, (whole, loaded, shape, boxes) in enumerate(by_rank):
+            assert all(torch.equal(whole[name], x) for name, x in wanted.items())
+            assert all(torch.equal(loaded[name], x) for name, x in wanted.items())
+            rows = max(1, kv_heads // p) * 4
+            start = rank * kv_heads // p * 4
+            assert (shape, boxes) == ((kv_heads * 4, 24), [Box((start, 0), (rows, 24))])
 
 
 def test_replicas_of_a_split_model(pools):
@@ -191,7 +314,7 @@ class PartialGelu(nn.Module):
         return self.out(reduce_from_region(F.gelu(part), self.up.group) + self.up.bias)
 
 
-def every_pth(whole, dim, group=None):
+def every_pth(whole, dim, group=None, copies=1):
     """Rows me, me + p, ...: a piece of every head."""
     p, me = dist.get_world_size(group), dist.get_rank(group)
     return whole.index_select(dim, torch.arange(me, whole.shape[dim], p)).clone()
@@ -230,7 +353,7 @@ PLANTED = {
 def test_a_broken_layer_fails_the_law(pools, planted):
     place, attribute, broken, name = PLANTED[planted]
     (law,) = ways([name], [{"sequence_parallel": False}])
-    assert_broken(pools(2), Split, law, lambda: patch.object(place, attribute, broken))
+    assert_broken(pools(2), ShardAxis, law, lambda: patch.object(place, attribute, broken))
 
 
 def test_gelu_before_the_sum_fails_the_law(pools):
@@ -251,11 +374,6 @@ def test_gelu_before_the_sum_fails_the_law(pools):
         assert_law(pools(2).run(step), token_loss(seeded(TINY).double()(tokens), targets).detach())
 
 
-def sum_nothing(model):
-    with finishing(model.parameters()):
-        pass
-
-
 @pytest.mark.parametrize(
     ("sequence_parallel", "broken"),
     [(False, {"loss_of": local_loss}), (True, {"finish": sum_nothing})],
@@ -264,7 +382,7 @@ def sum_nothing(model):
 def test_a_broken_step_fails_the_law(pools, sequence_parallel, broken):
     options = {"sequence_parallel": sequence_parallel, **broken}
     with pytest.raises(AssertionError, match=r"off by|differs"):
-        assert_laws(pools(2).run, Split, ways(["GPT, recomputed"], [options]))
+        assert_laws(pools(2).run, ShardAxis, ways(["GPT, recomputed"], [options]))
 
 
 def test_two_conventions_of_the_backward_of_a_sum(pools):
@@ -612,6 +730,7 @@ def calls_of(events):
 SPECS = {
     "gpt": replace(TINY, num_layers=3),
     "llama": replace(TINY, **LLAMA, num_layers=2, num_heads=24, num_kv_heads=12, hidden=48),
+    "shared": replace(shared(1), num_heads=12),
 }
 
 
@@ -632,9 +751,9 @@ def test_every_collective_is_on_paper(pools, sequence_parallel, world_size):
             finish_gradients(model)
         return calls_of(log.events)
 
-    wanted = []
+    wanted, how = [], {"tp": world_size, "sequence_parallel": sequence_parallel}
     for spec, dtype in cases:
-        paper = tensor_traffic(spec, 3, 12, dtype.itemsize, sequence_parallel=sequence_parallel)
+        paper = tensor_traffic(spec, 3, 12, dtype.itemsize, **how)
         wanted.append([(call.kind, call.num_bytes) for call in paper])
     assert pools(world_size).run(steps) == [wanted] * world_size
 
@@ -703,7 +822,8 @@ def test_published_models_are_wider_than_their_nvlink_needs():
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_replicated_parameters_are_what_two_ranks_hold_twice(spec):
     twice = 2 * params_on_rank(spec, Parallelism(tp=2)) - count_params(spec)
-    assert replicated_params(spec) == twice
+    both = replicated_params(spec), finished_params(spec, 2, sequence_parallel=True)
+    assert (both[0] if spec.kv_heads > 1 else both[1]) == twice
 
 
 # --- what goes wrong is told
@@ -784,10 +904,10 @@ def two_axes():
     return init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
 
-STAYS = "MeshError: parallelize: need {} of own divisible by tp, as a head stays whole; got 3 and 2"
+STAYS = "MeshError: parallelize: need {} tp, as a head stays whole; got 3 and 2"
 MESH = "MeshError: parallelize: need a DeviceMesh of one axis; got "
 UNSPLIT = "parallelize: need an unsplit GPT; got "
-ONCE = "rank {rank}, sequence parallel: need finish_gradients(model) once per step, "
+ONCE = "rank {rank}, tensor parallel: need finish_gradients(model) once per step, "
 ONCE += "after the last backward; got "
 ALIKE = "MeshError: rank {rank}, parallelize: need the same "
 PART = "CourseError: tensor and pipeline parallelism: need code that knows of the gradients of "
@@ -796,8 +916,8 @@ ACROSS = "Try clip_grad_norm_across(part, mesh, max_norm) of course_lib.mesh"
 EMBEDDING = "CourseError: VocabParallelEmbedding: need an nn.Embedding without ... got "
 ENTROPY = "ShapeError: rank {rank}, vocab_parallel_cross_entropy: need "
 REFUSED = [
-    (STAYS.format("num_heads"), heads(3, 3)),
-    (STAYS.format("kv_heads"), heads(6, 3)),
+    (STAYS.format("num_heads of own divisible by"), heads(3, 3)),
+    (STAYS.format("kv_heads of own as a multiple or a divisor of"), heads(6, 3)),
     (MESH + '2 axes. Try mesh["tp"]', lambda rank: begun(mesh=two_axes())),
     (MESH, lambda rank: begun(mesh=dist.group.WORLD)),
     (UNSPLIT + "one that is split already", lambda rank: parallelize(begun(), the_mesh())),

@@ -14,10 +14,10 @@ from torch.optim import SGD, AdamW, NAdam
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.elementwise import ELEMENTWISE
 from course_lib.data_parallel.guarded import READERS, STEP
 from course_lib.fsdp import FSDP
 from course_lib.zero import ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3
-from course_lib.zero.guards import ELEMENTWISE
 
 ENGINES = {"ZeRO1": ZeRO1, "ZeRO2": ZeRO2, "ZeRO3": ZeRO3}
 clip = nn.utils.clip_grad_norm_
