@@ -1,10 +1,10 @@
 """All-gather attention: every rank gathers the keys and values of all tokens.
 
 Queries stay split, and each rank computes its part of the attention with a mask of its own,
-whatever that mask is: Llama 3 chose this form for its document masks. Nothing overlaps, and each
-rank holds the keys and values of all tokens; with few KV heads they are small. In backward the
-gradients of all keys and values are summed over the ranks, and each rank keeps those of its own
-tokens. Notebook 15_context_parallel.
+whatever that mask is: Llama 3 chose this form for its document masks, and because with few KV heads
+the messages are short. Here nothing overlaps, and each rank holds the keys and values of all
+tokens. In backward the gradients of all keys and values are summed over the ranks, and each rank
+keeps those of its own tokens. Notebook 15_context_parallel.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def all_gather_attention(
              all_gather; as many in backward, in one reduce_scatter, in fp32 or wider
     Adjoint: a reduce_scatter for the all_gather
     Raises:  ShapeError, MeshError, CourseError, before anything is sent
-    Source:  Dubey et al. 2024 (Llama 3), section 3.3
+    Source:  Grattafiori et al. 2024 (Llama 3), section 3.3.2
     """
     placed = placement_of("all_gather_attention", q, k, v, group, causal, layout, seq, documents)
     keys, values = _GatherTokens.apply(torch.stack([k, v]), placed)

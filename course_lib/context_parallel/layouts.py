@@ -29,7 +29,7 @@ def positions(rank: int, p: int, seq: int, layout: str = "contiguous") -> list[i
 
     Raises:  CourseError for another layout; ShapeError for a rank outside 0 .. p-1, or seq < p
     Source:  Brandon et al. 2023 (Striped Attention); the zigzag is that of Llama 3
-             (Dubey et al. 2024, section 3.3)
+             (Grattafiori et al. 2024, section 3.3.2)
     """
     if layout not in LAYOUTS:
         raise CourseError(

@@ -102,7 +102,7 @@ def parallelize_context(
     Cost:    the form's, in every layer
     Raises:  CourseError for anything but a GPT, for one that is context-parallel already, and for
              dropout of attention weights; in forward ShapeError for more than max_seq tokens
-    Source:  Dubey et al. 2024 (Llama 3), section 3.3
+    Source:  Grattafiori et al. 2024 (Llama 3), section 3.3.2
     """
     member = member_of(group, "parallelize_context")
     _check(model)

@@ -2,9 +2,9 @@
 
 In p steps every rank computes the attention of its queries to the keys of one rank after another,
 and merges the parts. While it computes with one block, the next one is on its way from its left
-neighbor. No rank ever holds more than two blocks of keys. In backward the blocks travel again, and
-behind each follows the gradient of its keys and values, to which every rank adds its term; one hop
-after the last rank it is at home. Notebook 15_context_parallel.
+neighbor. Besides its own, no rank ever holds more than two blocks of keys. In backward the blocks
+travel again, and behind each follows the gradient of its keys and values, to which every rank adds
+its term; one hop after the last rank it is at home. Notebook 15_context_parallel.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -23,7 +23,7 @@
 # | $n$ | | tokens of a sequence on one rank, $s/p$ |
 # | $h$ | | values per token in the queries: heads times `head_dim` |
 # | $h_{kv}$ | | the same of the keys: KV heads times `head_dim` |
-# | $F$, $\beta$ | | FLOP/s of a GPU; bandwidth of a link in bytes/s |
+# | $F$, $\beta$ | | FLOP/s of a GPU; bandwidth of a link in bytes/s (in papers often its inverse) |
 
 # %%
 # %load_ext course_lib.ranks
@@ -78,8 +78,8 @@ for p in (1, 16):
 
 # %% [markdown]
 # At this length attention is most of the work. It also needs memory. For backward, FlashAttention
-# keeps the queries, keys, values and outputs. In all layers together they fill a whole H100, before
-# a single weight is stored.
+# keeps the queries, keys, values, outputs, and one number per query and head (section 2). In all
+# layers together they need as much memory as an H100 has, before a single weight is stored.
 #
 # The methods of the earlier lessons do not solve this. Data parallelism cannot split one sequence.
 # Pipeline parallelism gives each stage some layers, but the whole sequence. Tensor parallelism
@@ -96,9 +96,10 @@ for p in (1, 16):
 #
 # ## 2 Softmax in parts
 #
-# The simplest solution would send all keys and values to all ranks. But then each rank would hold
-# those of the whole sequence again. Can a query attend first to one part of the keys, then to the
-# next, and forget each part in between? Its weights come from a softmax over *all* keys.
+# The simplest solution would send all keys and values to all ranks. But then each rank would have
+# to hold the keys and values of the whole sequence again. Can a rank attend first to one part of
+# the keys, then to the next, and forget each part afterwards? This is not obvious, because the
+# weights of attention come from a softmax over *all* keys.
 #
 # Take one query and four keys, with the scores 1, 1, 3, 3 and the values 0, 20, 10, 30. The first
 # two keys are on rank A, the last two on rank B. Each rank computes attention over its own two
@@ -124,8 +125,9 @@ for name, keys in {"rank A": slice(0, 2), "rank B": slice(2, 4), "all": slice(0,
 reveal(guess_merged, o)
 
 # %% [markdown]
-# The plain mean is wrong, because the keys of B have higher scores. A part has to say not only
-# *what* it found, but also *how much it weighs*. With scores $z_j$ and values $v_j$, part A returns
+# The plain mean, 15, is wrong, because the keys of B have higher scores. A part has to return not
+# only *what* it found, but also *how much it weighs*. With scores $z_j$ and values $v_j$, part A
+# returns
 #
 # $$ o_A = \frac{1}{Z_A} \sum_{j \in A} e^{z_j} v_j, \qquad Z_A = \sum_{j \in A} e^{z_j} . $$
 #
@@ -133,8 +135,8 @@ reveal(guess_merged, o)
 #
 # $$ o = \frac{Z_A\, o_A + Z_B\, o_B}{Z_A + Z_B} . $$
 #
-# The weights of the two parts are $Z_A/(Z_A + Z_B)$ and $Z_B/(Z_A + Z_B)$. In practice nobody keeps
-# $Z$, since $e^{89}$ is already infinite in fp32. One keeps its logarithm $\ell = \log Z$, called
+# The weights of the two parts are $Z_A/(Z_A + Z_B)$ and $Z_B/(Z_A + Z_B)$. But $Z$ overflows
+# easily: $e^{89}$ is already infinite in fp32. So one keeps its logarithm $\ell = \log Z$, called
 # **lse** (log-sum-exp). Then
 #
 # $$ \ell = \log\left(e^{\ell_A} + e^{\ell_B}\right), \qquad
@@ -142,8 +144,9 @@ reveal(guess_merged, o)
 #
 # Both exponents are at most 0, so nothing overflows. The merged pair $(o, \ell)$ has the same form
 # as the two that went in, so it can be merged with a third part, in any order. The order changes
-# only the last bits. FlashAttention uses the same formulas *inside* a GPU, between tiles of keys
-# (Dao et al. 2022, section 3.1).
+# only the last bits. FlashAttention merges tiles of keys in the same way *inside* a GPU (Dao et al.
+# 2022, section 3.1). It keeps the largest score $m$ and the sum $Z e^{-m}$; together they give
+# $\ell = m + \log(Z e^{-m})$.
 #
 # ### Exercise 1 (core): merge two parts
 #
@@ -156,8 +159,9 @@ reveal(guess_merged, o)
 # -inf. About 4 lines.
 #
 # <details><summary>Hint: inf or nan</summary>
-# <code>torch.logaddexp</code> adds in the exponent without overflow. For a query with two empty
-# parts, <code>lse - both</code> is -inf + inf = nan: replace this <code>both</code> by 0 first.
+# <code>torch.logaddexp</code> computes log(exp a + exp b) without overflow. For a query with two
+# empty parts, <code>lse - both</code> is -inf + inf = nan: replace this <code>both</code> by 0
+# first.
 # </details>
 
 
@@ -182,18 +186,18 @@ check("context_parallel-1", merge_parts)
 # ## 3 A ring
 #
 # Now every rank can work through the keys of all others, one block after another. Who sends which
-# block when? If every rank asked for the block that it needs, some ranks would have to send to many
-# others at once. *Ring attention* (Liu, Zaharia and Abbeel 2023) uses the pattern of lesson 04: in
-# each of $p$ steps, a rank computes with the keys and values that it has, and sends this same block
-# to its right neighbor. Queries stay where they are.
+# block when? If all ranks began with the block of rank 0, then rank 0 would have to send it to all
+# of them at once. *Ring attention* (Liu, Zaharia and Abbeel 2023) uses the pattern of lesson 04
+# instead: in each step, a rank computes with the keys and values that it has, and sends this same
+# block to its right neighbor. Queries stay where they are.
 
 # %% tags=["picture"]
 show(*pictures.ring_blocks(4))
 
 # %% [markdown]
 # (Section 4 explains the pale blocks. First we leave out the mask.) After $p$ steps each query has
-# seen all keys, and a rank has never held more than two blocks: the one it computes with, and the
-# one that is arriving.
+# seen all keys. Besides its own block, which it keeps for backward, a rank never holds more than two
+# blocks: the one it computes with, and the one that is arriving.
 #
 # ### Exercise 2 (core): the ring's forward
 #
@@ -241,16 +245,18 @@ check("context_parallel-2", ring_forward)
 # $$ 2\,b\,s\,h_{kv}\,\frac{p-1}{p} \text{ numbers in forward.} $$
 #
 # With more ranks, the computation of a rank shrinks, but the bytes that it sends do not. So why is
-# a ring a good idea? Because its messages can be hidden. Compare the two for one step. The scores
-# of $n$ queries and $n$ keys take $2n^2h$ FLOP (all heads together), and weighting the values takes
-# as many again. The next block has $2\,n\,h_{kv}$ numbers of 2 bytes. Computing takes longer if
+# a ring a good idea? Because its messages can be hidden. Compare computing and sending in one step.
+# The scores of $n$ queries and $n$ keys take $2n^2h$ FLOP (all heads together), and weighting the
+# values takes as many again. The next block has $2\,n\,h_{kv}$ numbers of 2 bytes. The message is
+# hidden if computing takes at least as long as sending:
 #
 # $$ \frac{4\,n^2\,h}{F} \ge \frac{4\,n\,h_{kv}}{\beta}
 # \quad\Longleftrightarrow\quad n \ge \frac{F}{\beta}\cdot\frac{h_{kv}}{h} . $$
 #
-# Computation grows with $n^2$, the message only with $n$. So a ring that is too slow can be saved
-# by a longer sequence, which is rare in distributed training. Grouped-query attention helps, too:
-# in Llama-8B $h_{kv}/h$ is 1/4.
+# Computation grows with $n^2$, the message only with $n$. So if messages are exposed, a longer
+# sequence hides them, and more ranks for the same sequence expose them. Grouped-query attention
+# helps, too: in Llama-8B $h_{kv}/h$ is 1/4. The next picture sets $F$ to the peak of an H100.
+# Attention that reaches only half of it computes longer, so it needs half the tokens.
 
 # %% tags=["picture"]
 show(*pictures.hiding_picture(tokens=(512, 1024, 2048, 4096, 8192)))
@@ -288,8 +294,8 @@ apart = max(four.run(attend_on_ranks, ring_attention))
 print("output and gradients are those of PyTorch's attention in one process:", apart < 1e-12)
 
 # %% [markdown]
-# **A ring sends keys and values to the next rank while it computes with them. Above
-# $n = (F/\beta)(h_{kv}/h)$ tokens per rank, computing takes longer than sending.**
+# **A ring sends keys and values to the next rank while it computes with them. Without a mask, its
+# messages are hidden from $n = (F/\beta)(h_{kv}/h)$ tokens per rank on.**
 #
 # ## 4 Why the last rank works longest
 #
@@ -310,14 +316,16 @@ reveal(guess_speed, 4 / contiguous_imbalance(4))
 show(*pictures.causal_work(4))
 
 # %% [markdown]
-# Count in blocks. A rank's own block is half full, so rank $r$ computes $r + \frac12$ blocks. All
-# ranks together compute $p^2/2$, that is, $p/2$ on average. The last rank computes $p - \frac12$,
-# and everyone waits for it:
+# Count in blocks, for a long sequence. (The picture has only 24 tokens, so its numbers differ a
+# little.) A rank's own block is half full, so rank $r$ computes $r + \frac12$ blocks. All ranks
+# together compute $p^2/2$, that is, $p/2$ on average. The last rank computes $p - \frac12$, and
+# everyone waits for it:
 #
 # $$ \frac{p - 1/2}{p/2} = 2 - \frac1p \text{ times the balanced time.} $$
 #
 # With many ranks this is a factor of almost 2. (If a rank computes its own block whole and masks
-# half of it afterwards, the factor is $2p/(p+1)$.)
+# half of it afterwards, rank $r$ computes $r + 1$ blocks, and the factor is $p$ divided by
+# $(p+1)/2$, that is, $2p/(p+1)$.)
 #
 # The remedy is to give each rank early *and* late tokens. Cut the sequence into $2p$ chunks. In the
 # *zigzag* layout rank $r$ holds chunks $r$ and $2p - 1 - r$: an early one and its mirror image. The
@@ -347,9 +355,13 @@ def blocks_of_step(rank, source, p):
 check("context_parallel-3", blocks_of_step)
 
 # %% [markdown]
-# Whatever the two ranks, a step with foreign keys has exactly two full pairs out of four. So all
-# ranks compute equally much, and not only in total, but *in every step*. This matters because in
-# each step a rank waits for its neighbor's block.
+# Whatever the two ranks, a step with foreign keys has exactly two full pairs out of four. The step
+# with a rank's own keys has one full pair and two half ones, which is as much. So all ranks compute
+# equally much, and not only in total, but *in every step*. This matters because in each step a rank
+# waits for its neighbor's block.
+#
+# The causal mask removes half of the computation, but the messages are as long as before. So under
+# a balanced causal mask, a ring needs twice as many tokens per rank as in section 3 to hide them.
 #
 # Does it hold on real ranks? The next cell measures for each rank how many seconds of a processor
 # it used, in all three layouts. (Waiting does not count. The four ranks share the cores of your
@@ -381,7 +393,7 @@ show(*pictures.busy_picture(sizes, 4, busy))
 # of them raises an error when it is wrong.
 #
 # - **Positions.** Rank 1's first token is not the first token of the sequence. Rotary or learned
-#   positions have to be the *global* ones, in a zigzag even two separate ranges.
+#   positions have to be the *global* ones. In a zigzag, a rank has two separate ranges of them.
 # - **Targets.** The target of a token is the next token. For a chunk's last token, this is the
 #   first token of the next chunk, which may be on another rank. So shift the targets *before* the
 #   split.
@@ -463,9 +475,9 @@ show(
 # %% [markdown]
 # The loss falls as in the correct run, here even a little faster. No error is raised, and the ranks
 # agree on the weights, so the usual checks see nothing. (In this synthetic text a token depends
-# only on the one before it, so a model can do without most positions.) The model has learned with
-# wrong distances between tokens of different chunks. This shows only later, when somebody runs it
-# on one GPU, where positions are right.
+# only on the one before it, so a model can do without most positions.) But the model has learned
+# with wrong distances between many of its tokens. This shows only later, when somebody runs it on
+# one GPU, where positions are right.
 #
 # How can it be found? Compare with one process, *before* training, in float64:
 
@@ -476,8 +488,9 @@ print(f"with restarting positions it is off by {off:.0e};", end=" ")
 print("visible with the 8 bits of bf16:", off / alone[0] > 2**-8)
 
 # %% [markdown]
-# The difference is small, since the attention of an untrained model is almost uniform. But in
-# float64 rounding is at least a million times smaller. In bf16 nobody would have noticed.
+# The difference is small, since the attention of an untrained model is almost uniform. But the
+# rounding errors of float64 are at least a million times smaller than it. A comparison in bf16
+# would not have shown it.
 #
 # **Positions, targets and the weighting of the loss must be those of the whole sequence. A falling
 # loss does not test this; a comparison with one process in float64 does.**
@@ -571,14 +584,14 @@ for p in (2, 4, 8):
 # \qquad\text{and}\qquad
 # \underbrace{(2h + 2h_{kv})\,\frac{b\,s}{p}\,\frac{p-1}{p}}_{\text{Ulysses}} . $$
 #
-# The ratio is $(1 + h/h_{kv})/p$. The more ranks, the better for Ulysses; the fewer KV heads, the
-# better for the ring. But the ring can hide its messages, and Ulysses cannot: attention begins when
-# the exchange ends. And $p$ must divide the heads. With 8 KV heads, more than 8 ranks need copies
-# of KV heads. Tensor parallelism uses up heads, too: with tp 8, each rank has only one KV head
-# left.
+# The ratio is $(1 + h/h_{kv})/p$. With more ranks it falls, which favors Ulysses; with fewer KV
+# heads it rises, which favors the ring. But a ring can hide its messages, and Ulysses in this form
+# cannot: attention begins when the exchange ends. And $p$ must divide the heads. With 8 KV heads,
+# more than 8 ranks need copies of KV heads. Tensor parallelism uses up heads, too: with tp 8, each
+# rank has only one KV head left.
 #
 # **Ulysses swaps tokens for heads, so attention itself is unchanged. A rank sends fewer bytes the
-# more ranks there are, but the number of KV heads limits their number.**
+# more ranks there are, but without copies there can be only as many ranks as KV heads.**
 #
 # ## 7 All-gather: the simplest form
 #
@@ -595,15 +608,21 @@ measured = {p: lab.measure_bytes(on, small) for p, on in {1: one, 2: pair, 4: fo
 show(*pictures.bytes_picture(small, measured))
 
 # %% [markdown]
+# An all-gather keeps the keys and values of all tokens, so here about four times as much as a ring.
+# That is still only a quarter of what one rank alone would keep (section 1). Without grouped
+# queries, keys and values would be four times as large. Where memory is short, a rank can keep only
+# its own keys and values, and gather again in backward. (Ulysses keeps a little more than a ring,
+# since 16 ranks need copies of 8 KV heads.)
+#
 # The picture compares bytes, by formula and as counted on real ranks, for forward and backward
 # together. In forward, the all-gather sends exactly the bytes of the ring. In backward it sends no
 # keys and values again, because it has kept them, and a reduce-scatter sums their gradients.
 #
 # Llama 3 chose this form (Grattafiori et al. 2024, section 3.3.2), for two reasons. First, its
-# sequences are packed documents, and a token must see its own document only. With all keys present,
-# a mask of any shape is a single call. Second, with few KV heads the exposed communication is
-# short. The next cell computes this for the 405B model: tp 8 leaves each rank 16 query heads and
-# one KV head.
+# sequences are packed documents, and a token must see its own document only. A rank that holds all
+# keys can apply a mask of any shape in a single call of attention. Second, with few KV heads the
+# exposed communication is short. The next cell computes this for the 405B model: tp 8 leaves each
+# rank 16 query heads and one KV head.
 
 # %%
 from course_lib.cost.hardware import H100
@@ -618,12 +637,13 @@ for form in lab.ATTENTION.values():
 
 # %% [markdown]
 # **An all-gather of keys and values sends what a ring sends in forward, does not overlap with
-# attention, and holds all keys. With few KV heads this is cheap, and any mask is easy.**
+# attention in this form, and holds all keys. With few KV heads this is cheap, and any mask is
+# easy.**
 #
 # ## 8 Which one when
 #
 # All three forms compute the same numbers. Which one is fastest depends on the model (heads and KV
-# heads), the length and the link.
+# heads), the length, the number of ranks and the link.
 #
 # ### Exercise 5 (core): seconds of each form
 #
@@ -678,19 +698,22 @@ for p, link in ((8, "NVLink"), (16, "InfiniBand NDR")):
     print(f"{p} ranks, {link}: {min(times, key=times.get)} of {', '.join(times)} at 32,768 tokens")
 
 # %% [markdown]
-# For short sequences Ulysses is fastest: nothing can hide the messages, so the fewest bytes win.
-# From some length on the ring's messages are hidden. For very long sequences all three are equal,
-# because computation grows with $s^2$ and bytes with $s$. The model leaves out latency, and that a
-# GPU computes many small blocks less efficiently than one large one. Both make a ring slower than
-# here. By this model an all-gather is never fastest. Llama 3 chose it for its masks.
+# For short sequences Ulysses is fastest here: messages cannot be hidden, so the fewest bytes win,
+# and on 8 ranks these are those of Ulysses. From some length on the ring's messages are hidden. For
+# very long sequences all three are almost equal, because computation grows with $s^2$ and bytes
+# with $s$. The model leaves out latency, and that a GPU computes many small blocks less efficiently
+# than one large one. A ring suffers most from both, with its $p$ small steps. By this model an
+# all-gather is never faster than a ring. Llama 3 chose it for its masks, and because its messages
+# are short.
 #
 # What did others measure?
 #
 # - Liu, Zaharia and Abbeel (2023, section 5) train with a ring on GPUs and TPUs. The longest
 #   sequence that fits grows in proportion to the number of devices.
-# - Jacobs et al. (2023, section 4) reach longer sequences and more tokens/s with Ulysses than with
-#   Megatron's sequence parallelism, on A100 GPUs.
-# - Fang and Zhao (2024, USP) combine both: Ulysses inside a node, and a ring between nodes.
+# - Jacobs et al. (2023, abstract and section 4) train 2.5 times as fast with Ulysses as with
+#   Megatron's sequence parallelism, and with sequences 4 times as long.
+# - Fang and Zhao (2024, USP) combine both: Ulysses inside a node, and a ring between nodes. They
+#   report 47 % MFU for Llama3-8B with 208K tokens, on two nodes of eight A800 (abstract).
 # - Grattafiori et al. (2024, section 3.3.2) train Llama 3 405B with 16 ranks per sequence of
 #   131,072 tokens, an all-gather and a zigzag.
 
@@ -706,33 +729,38 @@ show(*pictures.long_runs_picture())
 # Llama 3 loses only a few points of MFU at 16 times the length, on as many GPUs. The picture shows
 # runs of torchtitan. Each doubles the length *and* the number of ranks that share a sequence, so
 # the memory of a GPU stays the same: this is what context parallelism is for. Tokens per second
-# fall because each token attends to more keys (the line), and then by more than that (the stars).
-# The published numbers do not say why. Two causes are likely: exposed messages, and float8, which
-# speeds up the matrices but not attention, so that the mean speed falls as attention grows.
+# have to fall, because each token attends to more keys. The line shows this effect alone. The
+# measured runs (the stars) fall further. The published numbers do not say why. Two causes are
+# likely. Messages may be exposed. And the runs use float8, which speeds up the matrices but not
+# attention: the more of the work is attention, the lower is the mean speed.
 #
 # In frameworks the forms are options: Megatron-Core's `--context-parallel-size` with
-# `--cp-comm-type p2p`, `all_gather`, `a2a` or `a2a+p2p` (the last is USP); in PyTorch
+# `--cp-comm-type p2p`, `all_gather`, `a2a` or `a2a+p2p` (the last combines both, as USP does); in
+# PyTorch
 #
 # ```python
 # with context_parallel(mesh["cp"], buffers=[tokens, targets, rope], buffer_seq_dims=[1, 1, 0]):
-#     loss = loss_fn(model(tokens), targets)   # scaled_dot_product_attention is a ring now
+#     loss = loss_fn(model(tokens), targets)   # attention to the tokens of all ranks
 #     loss.backward()
 # ```
 #
-# It is a prototype, needs a GPU, and balances a causal mask with chunks like our zigzag. Note the
-# `buffers`: the rotary table is split, too, so positions stay global.
+# Inside, `scaled_dot_product_attention` merges parts. By default it gathers keys and values while
+# it computes with its own block; after `set_rotate_method("alltoall")` it passes them on step by
+# step, as a ring does. This is a prototype, needs a GPU, and balances a causal mask with a zigzag.
+# Note the `buffers`: the rotary table is split, too, so positions stay global.
 #
-# On your cluster, one command times all forms over several lengths:
+# On your cluster, one command times all forms for two lengths (`--seqs` sets others):
 #
 # `torchrun --nproc-per-node 8 cluster/exercises/15_context_parallel.py`
 #
-# **Take Ulysses where the heads suffice and messages cannot be hidden, a ring for long sequences
-# over slow links, and an all-gather where keys are small or masks are irregular.**
+# **Take Ulysses where the heads suffice and messages cannot be hidden, a ring where sequences are
+# long enough to hide them, and an all-gather where keys are small or masks are irregular.**
 #
 # ## What to keep
 #
 # - A part of attention is an output and an lse. Parts merge exactly, in any order.
-# - A ring hides its messages behind computation if each rank has enough tokens.
+# - A ring hides its messages behind computation if each rank has enough tokens, under a causal mask
+#   twice as many.
 # - A causal mask needs a balanced layout: without it the last rank works almost twice as long as
 #   the average.
 # - Positions, targets and loss weights are those of the whole sequence, and gradients are averaged
