@@ -196,8 +196,8 @@ show(*pictures.ring_blocks(4))
 
 # %% [markdown]
 # (Section 4 explains the pale blocks. First we leave out the mask.) After $p$ steps each query has
-# seen all keys. Besides its own block, which it keeps for backward, a rank never holds more than two
-# blocks: the one it computes with, and the one that is arriving.
+# seen all keys. Besides its own block, which it keeps for backward, a rank never holds more than
+# two blocks: the one it computes with, and the one that is arriving.
 #
 # ### Exercise 2 (core): the ring's forward
 #
@@ -383,7 +383,8 @@ show(*pictures.busy_picture(sizes, 4, busy))
 # tiles, of which it masks a part afterwards.
 #
 # **Under a causal mask, the last rank of a contiguous layout works $2 - 1/p$ times as long as the
-# average. Give each rank early and late tokens: a zigzag is balanced in every step.**
+# average, if no rank computes what is masked. Give each rank early and late tokens: a zigzag is
+# balanced in every step.**
 #
 # *This is a good place for a break.*
 #
