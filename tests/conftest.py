@@ -226,6 +226,8 @@ def by_hand():
             loss = token_loss(model(inputs), targets)
             optimizer.zero_grad()
             loss.backward()
+            if config.clip_norm:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
             optimizer.step()
             if schedule:
                 schedule.step()

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from course_lib.checkpoint.model_state import (
     is_model,
     model_shards,
-    names_by_id,
     param_shards,
+    places_of,
     unwrapped,
     whole_shard,
 )
@@ -222,8 +222,7 @@ def _stepped(optimizer: Optimizer, beside: Mapping[Any, Any]) -> tuple[Optimizer
         )
     model = unwrapped(models[0])
     if isinstance(optimizer, ShardedOptimizer):
-        plain = model if isinstance(model, nn.Module) else model.module
-        return optimizer.inner, optimizer.param_shards(names_by_id(plain))
+        return optimizer.inner, optimizer.param_shards(places_of(model))
     shards = param_shards(model)
     known = {id(one.local) for one in shards}
     strange = [x for group in optimizer.param_groups for x in group["params"] if id(x) not in known]

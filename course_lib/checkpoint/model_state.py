@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from course_lib.core.shards import Box, ParamShard, Shard
+from course_lib.core.shards import Box, InWhole, ParamShard, Shard, same_shard
 from course_lib.data_parallel.naive_ddp import NaiveDDP
 from course_lib.ddp.ddp import DDP
 from course_lib.tensor_parallel.state import shards_of_split
@@ -33,8 +33,7 @@ def whole_shard(tensor: Tensor) -> Shard:
     tensor = tensor.detach()
     dtensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there is no DTensor
     if dtensors is None or not isinstance(tensor, dtensors.DTensor):
-        box = Box.whole(tensor.shape)
-        return Shard(box.sizes, [(box, tensor)] if box.numel else [])
+        return Shard.of(tensor)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     part = tensor.to_local()
@@ -48,21 +47,42 @@ def whole_shard(tensor: Tensor) -> Shard:
 def param_shards(model: Any) -> list[ParamShard]:
     """Return every parameter of a model as this rank has it."""
     model = unwrapped(model)
-    if _says(model, "param_shards"):
+    if hasattr(model, "places"):  # it knows more than its module
         return list(model.param_shards())
-    split, params = shards_of_split(model), dict(model.named_parameters(remove_duplicate=False))
+    if _says(model, "param_shards"):  # shards of what tensor parallelism may have left
+        split = shards_of_split(model.module)
+        return [
+            one.at(InWhole(one.names, split.get(one.names[0], same_shard)))
+            for one in model.param_shards()
+        ]
+    params = dict(model.named_parameters(remove_duplicate=False))
     return [
-        ParamShard(names, params[names[0]], split.get(names[0], whole_shard))
-        for names in names_by_id(model).values()
-        if names[0] in params
+        ParamShard((), params[place.names[0]], whole_shard).at(place)
+        for place in places_of(model).values()
+        if place.names[0] in params
     ]
+
+
+def places_of(model: Any) -> dict[int, InWhole]:
+    """Return by the id of each parameter of a model: where it stands in the whole one."""
+    if hasattr(model, "places"):
+        return {id(param): place for param, place in model.places.items()}
+    plain = model if isinstance(model, nn.Module) else model.module  # of a ZeRO engine
+    split = shards_of_split(plain)
+    return {
+        number: InWhole(names, split.get(names[0], same_shard))
+        for number, names in names_by_id(plain).items()
+    }
 
 
 def model_shards(model: Any) -> dict[str, Shard]:
     """Return this rank's shards of all that a model's state_dict has: parameters and buffers."""
     model = unwrapped(model)
-    if _says(model, "shards"):
+    if hasattr(model, "places"):
         return dict(model.shards())
+    if _says(model, "shards"):
+        split = shards_of_split(model.module) if hasattr(model, "module") else {}
+        return {name: split.get(name, same_shard)(one) for name, one in model.shards().items()}
     found = dict[str, Shard]()
     for one in param_shards(model):
         found |= dict.fromkeys(one.names, one.shard_of(one.local))

@@ -66,6 +66,46 @@ class Shard:
     shape: Shape
     pieces: list[tuple[Box, Elements]] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, tensor: Elements) -> "Shard":
+        """Return a tensor that is here whole as a shard of itself."""
+        box = Box.whole(tensor.shape)
+        return cls(box.sizes, [(box, tensor.detach())] if box.numel else [])
+
+    def narrowed(self, dim: int, start: int, size: int) -> "Shard":
+        """Return the same elements in a tensor of `size` along dim, where this one is from `start`.
+
+        What lies beyond the end of that tensor is padding, and left out.
+        """
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        found = Shard(shape)
+        for box, part in self.pieces:
+            shifts = [start if number == dim else 0 for number in range(len(shape))]
+            offsets = tuple(a + b for a, b in zip(box.offsets, shifts, strict=True))
+            own = Box(offsets, box.sizes).intersect(Box.whole(shape))
+            if own is not None:
+                place = own.within(Box(offsets, box.sizes))
+                found.pieces.append((own, part[place.slices()]))
+        return found
+
+
+def same_shard(shard: Shard) -> Shard:
+    """Return the shard itself: a whole parameter is in no larger one."""
+    return shard
+
+
+@dataclass(frozen=True)
+class InWhole:
+    """Where a parameter of this rank stands in the whole model.
+
+    names     in the state_dict of the whole model; tied parameters have several
+    to_whole  the shard of the whole tensor, from a shard of what this rank holds of it: what tensor
+              parallelism has left may be sharded once more over dp
+    """
+
+    names: tuple[str, ...]
+    to_whole: Callable[[Shard], Shard] = same_shard
+
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
@@ -79,6 +119,11 @@ class ParamShard:
     names: tuple[str, ...]
     local: Elements
     shard_of: Callable[[Elements], Shard]
+
+    def at(self, place: InWhole) -> "ParamShard":
+        """Return the same shard as one of the whole model: this one's names and boxes are local."""
+        shard_of = self.shard_of
+        return ParamShard(place.names, self.local, lambda x: place.to_whole(shard_of(x)))
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -8,6 +8,7 @@ prefetched. An optimizer steps the shards: `parameters()` returns nothing else. 
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +162,26 @@ class FSDP(NotCopied, NoSync, nn.Module):
             param_group.finish_reduce()
         self.backward_order.end_pass()
         self._end_backward()
+
+    @contextmanager
+    def stays_whole(self) -> Iterator[None]:
+        """Keep what is gathered, and whole gradients, until the block ends; then reduce them once.
+
+        For the micro-batches of a pipeline, whose forward and backward passes take turns: each
+        parameter is gathered once for all of them. Without it, once for each pass.
+
+        Memory:  inside, all parameters of the module, and their gradients in reduce_dtype
+        Cost:    for all passes one all_gather and one reduce_scatter per unit
+        """
+        for param_group in self.param_groups:
+            param_group.stays = True
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            for param_group in self.param_groups:
+                param_group.stays = False
+        self.finish()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradient so that its norm over all shards is at most max_norm; return it.

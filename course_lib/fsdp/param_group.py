@@ -70,6 +70,7 @@ class FSDPParamGroup:
     reduced     this rank's slots of their sum [numbers]
     kept_grads  whole gradients that no_sync has accumulated, by index
     missing     indices of the parameters whose gradient is not complete yet
+    stays       `free` does nothing
     """
 
     def __init__(
@@ -81,17 +82,15 @@ class FSDPParamGroup:
         device: torch.device,
     ) -> None:
         self.name, self.found, self.groups, self.member = name, found, groups, groups.shard
-        self.policy = policy
+        self.policy, self.stays = policy, False
         self.names = [one.names for one in found]
         self.layouts = [Dim0Layout(tuple(one.param.shape), self.member.size) for one in found]
         self.shards = [
             _scatter_shard(one.param, layout, groups, device)
             for one, layout in zip(found, self.layouts, strict=True)
         ]
-        dtypes = [
-            policy.param_dtype or shard.dtype if shard.is_floating_point() else shard.dtype
-            for shard in self.shards
-        ]
+        own = [shard.dtype for shard in self.shards]
+        dtypes = [policy.param_dtype or one if one.is_floating_point else one for one in own]
         self._columns, self.row_bytes = columns(self.layouts, dtypes)
         self.whole = torch.empty(
             self.row_bytes * self.member.size, dtype=torch.uint8, device=device
@@ -214,7 +213,7 @@ class FSDPParamGroup:
     def free(self) -> None:
         """Free (reshard) the whole parameters; the modules use the shards again."""
         self.wait_gather()
-        if self.is_whole:
+        if self.is_whole and not self.stays:
             self.whole.untyped_storage().resize_(0)
             self._register(self._idle)
 

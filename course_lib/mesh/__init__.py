@@ -1,8 +1,9 @@
 """Combine data, tensor and pipeline parallelism (notebook 11_mesh).
 
-`mesh.py` numbers ranks on named axes; `rank_mesh.py` makes one rank's process groups; `training.py`
-wraps a model in the right order and trains it; `clip.py` clips a gradient that is spread over the
-axes. `cost.py` predicts what each axis communicates, `lab.py` measures it, `pictures.py` draws it.
+`mesh.py` numbers ranks on named axes; `rank_mesh.py` makes one rank's process groups;
+`model_part.py` wraps a model in the right order, and `training.py` trains it; `clip.py` finishes
+and clips a gradient that is spread over the axes. `cost.py` predicts what each axis communicates,
+`lab.py` measures it, `pictures.py` draws it.
 """
 
 from typing import TYPE_CHECKING

@@ -1,61 +1,89 @@
-"""Clip the norm of a gradient that is spread over the axes of a mesh.
+"""Finish a gradient that is spread over the axes of a mesh, and clip its norm.
 
 Each number of the whole gradient counts once: shards of a matrix are added over tp, layers over pp.
 What tp replicates, or some of its ranks share, counts on one of them, and a tied parameter on the
-first stage that holds it. Along dp all ranks have the same gradient, which has been averaged.
-Notebook 11_mesh.
+first stage that holds it. Along dp all ranks have the same gradient, which has been averaged; or
+ZeRO and FSDP have left each a shard of it, and these are added, too. Notebook 11_mesh.
 """
 
+from collections.abc import Sequence
+
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.collectives.group import member_of
 from course_lib.mesh.rank_mesh import RankMesh
-from course_lib.pipeline.stage import Stage
-from course_lib.tensor_parallel.state import counted_once
+from course_lib.pipeline.stage import Stage, sum_copies
+from course_lib.tensor_parallel.state import HeldGrad, counted_once, finish_gradients
+from course_lib.zero.clip import clip_shards
 
-EPS = 1e-6  # as in nn.utils.clip_grad_norm_
+
+def held_grads(module: nn.Module) -> list[HeldGrad]:
+    """Return the gradients of a module's parameters, or of the shards that stand in their place."""
+    found = ((param, param.grad) for param in module.parameters())
+    return [HeldGrad(param, grad) for param, grad in found if grad is not None]
 
 
 @torch.no_grad()
-def clip_grad_norm_across(module: nn.Module, mesh: RankMesh, max_norm: float) -> Tensor:
+def finish_over_axes(
+    module: nn.Module, mesh: RankMesh, held: Sequence[HeldGrad], *, sums_tied: bool
+) -> None:
+    """After the reduction over dp: add what other stages and tp ranks have of the same gradients.
+
+    held        the gradients that this rank has, whole or in shards
+    sums_tied   also those of tied parameters; False: the pipeline has done that
+    """
+    if sums_tied and isinstance(module, Stage):
+        grads = {one.param: one.grad for one in held}
+        for tied in module.tied:
+            grad = grads.get(tied.param)
+            if grad is not None and grad.numel():  # a rank may own no row of it
+                grad.copy_(sum_copies(grad, tied.stages, member_of(mesh.group("pp"), "Pipeline")))
+    if mesh.size("tp") > 1:
+        finish_gradients(module, held)
+
+
+@torch.no_grad()
+def clip_grad_norm_across(
+    module: nn.Module,
+    mesh: RankMesh,
+    max_norm: float,
+    held: Sequence[HeldGrad] | None = None,
+    *,
+    scaled: Sequence[Tensor] | None = None,
+) -> Tensor:
     """Scale this rank's gradients so that the norm of the whole one is at most max_norm.
 
     module   this rank's part of the model, with gradients that are averaged over dp, and finished
              (`finish_gradients`)
+    held     the gradients where they are sharded over dp; None: those of the parameters
+    scaled   the tensors to scale, where they hold more than these; default: these
 
     Returns the norm before, in float64, the same on all ranks.
 
-    Cost:    one all_reduce of one number along tp, and one along pp
+    Cost:    one all_reduce of one number along tp and along pp; along dp, too, where it is sharded
     """
-    grads = {name: param.grad for name, param in module.named_parameters()}
-    squares = torch.zeros((), dtype=torch.float64, device=_device(module))
-    for name in counted_here(module, mesh):
-        if (grad := grads[name]) is not None:
-            squares += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
-    for axis in ("tp", "pp"):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(squares, group=mesh.group(axis))
-    norm = squares.sqrt()
-    factor = (max_norm / (norm + EPS)).clamp(max=1.0)
-    for grad in grads.values():
-        if grad is not None:
-            grad.mul_(factor.to(grad.dtype))
-    return norm
+    grads, counted = held_grads(module) if held is None else held, counted_here(module, mesh)
+    squared = [one.grad for one in grads if one.param in counted]
+    axes = [axis for axis in ("tp", "pp") if mesh.size(axis) > 1]
+    axes += ["dp"] * (held is not None)
+    param = next(module.parameters(), None)
+    return clip_shards(
+        squared,
+        max_norm,
+        [mesh.group(axis) for axis in axes],
+        None if param is None else param.device,
+        scaled=[one.grad for one in grads] if scaled is None else scaled,
+    )
 
 
-def counted_here(module: nn.Module, mesh: RankMesh) -> list[str]:
-    """Return the names of the parameters whose squares this rank adds to the norm."""
+def counted_here(module: nn.Module, mesh: RankMesh) -> set[nn.Parameter]:
+    """Return the parameters whose squares this rank adds to the norm."""
     split = counted_once(module, mesh.index("tp"))
     tied = module.tied if isinstance(module, Stage) else []
     elsewhere = {one.param for one in tied if one.stages[0] != mesh.index("pp")}
-    return [
-        name
+    return {
+        param
         for name, param in module.named_parameters()
         if param not in elsewhere and (name in split or mesh.index("tp") == 0)
-    ]
-
-
-def _device(module: nn.Module) -> torch.device | None:
-    param = next(module.parameters(), None)
-    return None if param is None else param.device
+    }

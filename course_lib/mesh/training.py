@@ -1,8 +1,8 @@
 """A training step on a mesh: tensor, pipeline and data parallelism combined.
 
-The order of wrapping is from the inside out: TP splits the matrices of every layer, PP keeps this
-rank's layers of the result, and DP averages the gradients of what is left. Each method sees only
-its own axis. Notebook 11_mesh.
+`apply_methods` has the order of wrapping, from the inside out: TP splits the matrices of every
+layer, PP keeps this rank's layers of the result, and DP averages the gradients of what is left.
+`course_lib.train` trains with the same function and with any strategy over dp. Notebook 11_mesh.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,15 @@ from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.params import layers_on_stage
 from course_lib.ddp.ddp import DDP
-from course_lib.mesh.clip import clip_grad_norm_across
+from course_lib.mesh.clip import clip_grad_norm_across, finish_over_axes, held_grads
+from course_lib.mesh.model_part import apply_methods
 from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.models import GPT, token_loss
 from course_lib.models.data import mixed_seed
-from course_lib.pipeline.engine import Pipeline
+from course_lib.pipeline.engine import LossFn, Pipeline
 from course_lib.pipeline.schedules import one_f_one_b
-from course_lib.pipeline.stage import split_model
 from course_lib.ranks.world import rank_device
 from course_lib.tensor_parallel.cross_entropy import parallel_token_loss
-from course_lib.tensor_parallel.state import finish_gradients, gather_tensors
-from course_lib.tensor_parallel.tensor_parallel import parallelize
 from course_lib.zero.sharded_optimizer import ShardedOptimizer
 
 
@@ -73,14 +71,11 @@ class MeshTrainer:
         self.mesh, self.seed, self.max_norm, self.num_steps = mesh, seed, max_norm, 0
         self.dp, self.pp, self.tp = (mesh.size(axis) for axis in ("dp", "pp", "tp"))
         whole = _seeded_gpt(spec, dtype, dropout, seed, frozen)
-        loss_fn = token_loss
-        if self.tp > 1:  # 1. TP splits every layer
-            parallelize(whole, mesh.device_mesh("tp", rank_device().type))
+        self.part = apply_methods(whole, mesh, _averaged, num_layers=evenly(spec, self.pp))
+        self.stage, self.replica = self.part.module, self.part.wrapped
+        loss_fn: LossFn = token_loss
+        if self.tp > 1:
             loss_fn = partial(parallel_token_loss, group=mesh.group("tp"))
-        self._names = _names_of(whole)
-        layers = evenly(spec, self.pp)
-        self.stage = split_model(whole, self.pp, mesh.index("pp"), num_layers=layers)  # 2. PP
-        self.replica = DDP(self.stage, group=mesh.group("dp"))  # 3. DP averages gradients
         self.pipeline = Pipeline(self.stage, loss_fn, mesh.group("pp"))
         self.schedule = one_f_one_b(self.pp, num_micro_batches)
         params = list(self.stage.parameters())
@@ -118,21 +113,15 @@ class MeshTrainer:
         with self.replica.no_sync():
             loss = self.pipeline.step(self.schedule, inputs, asked, weights)
         self.replica.finish()
-        if self.tp > 1:
-            finish_gradients(self.stage)
+        finish_over_axes(self.stage, self.mesh, held_grads(self.stage), sums_tied=False)
         return self._whole_loss(loss)
 
     def full_state(self) -> dict[str, Tensor]:
         """Return the state dict of the whole model, on every rank.
 
-        Cost:    one all_gather per split parameter along tp, one all_gather_object along pp
+        Cost:    as `ModelPart.full_state`
         """
-        mine = dict(self.stage.named_parameters())
-        tensors = gather_tensors(self.stage, mine) if self.tp > 1 else mine
-        named = {name: tensors[path].detach() for path in mine for name in self._names[mine[path]]}
-        stages: list[dict[str, Tensor]] = [{}] * self.pp
-        dist.all_gather_object(stages, named, group=self.mesh.group("pp"))
-        return {name: tensor for part in stages for name, tensor in part.items()}
+        return self.part.full_state()
 
     def _share(self, whole: Tensor) -> Tensor:
         """Return this replica's part of a batch: all ranks that differ along pp or tp have it."""
@@ -171,9 +160,5 @@ def _seeded_gpt(
     return model
 
 
-def _names_of(whole: GPT) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Return all names of each parameter in the whole model; a tied one has two."""
-    names: dict[nn.Parameter, tuple[str, ...]] = {}
-    for name, param in whole.state_dict(keep_vars=True).items():
-        names[param] = (*names.get(param, ()), name)
-    return names
+def _averaged(stage: nn.Module, group: dist.ProcessGroup) -> DDP:
+    return DDP(stage, group=group)

@@ -46,6 +46,8 @@ class Pipeline:
     stage     from `split_model`; or a module, or one module for each model chunk
     loss_fn   (output, targets) of a micro-batch -> the mean over its targets
     group     the ranks of this pipeline, stage 0 first; all ranks by default
+    sums_tied sum the gradients of tied parameters at the end of a step; False: whoever shards the
+              gradients before that calls `sum_copies` with the shards
 
     peak_in_flight   largest number of micro-batches in flight during the last step
     splits_all       compute I and W one by one also where a whole backward does both, to time them
@@ -54,9 +56,14 @@ class Pipeline:
     """
 
     def __init__(
-        self, stage: Stage | nn.Module | Sequence[nn.Module], loss_fn: LossFn, group: Group = None
+        self,
+        stage: Stage | nn.Module | Sequence[nn.Module],
+        loss_fn: LossFn,
+        group: Group = None,
+        *,
+        sums_tied: bool = True,
     ) -> None:
-        self.member = member_of(group, "Pipeline")
+        self.member, self.sums_tied = member_of(group, "Pipeline"), sums_tied
         self.stage, self.loss_fn, self.peak_in_flight = _as_stage(stage), loss_fn, 0
         param = next(self.stage.parameters(), None)
         self.device = torch.device("cpu") if param is None else param.device
@@ -93,7 +100,7 @@ class Pipeline:
         comm = StageComm(self.member, plan, self._metas.get(shapes, {}), self.device)
         batch = (inputs, targets or (), weights)
         executor = StageExecutor(self.stage, self.loss_fn, plan, batch)
-        with tied_summed(self.stage, self.member):
+        with tied_summed(self.stage, self.member) if self.sums_tied else nullcontext():
             for action in schedule[self.member.rank]:
                 received = comm.receive(action)
                 with span(action.kind, action.label):
@@ -102,6 +109,41 @@ class Pipeline:
                     comm.send(action, output)
             comm.finish()
         self._metas[shapes], self.peak_in_flight = comm.metas, executor.peak
+        return executor.loss
+
+    @torch.no_grad()
+    def forward_only(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        weights: Sequence[float],
+        placement: Sequence[int],
+    ) -> Tensor | None:
+        """Return the weighted sum of the losses on the rank of the last layers, without gradients.
+
+        placement   rank of each model chunk, in the order of the layers
+
+        Cost:    one activation sent per micro-batch and boundary, after a header with its shape
+        """
+        p = self.member.size
+        schedule: Schedule = [
+            [
+                Action("forward", depth % p, micro_batch, depth // p)
+                for micro_batch in range(len(inputs))
+                for depth, holder in enumerate(placement)
+                if holder == rank
+            ]
+            for rank in range(p)
+        ]
+        plan = CommPlan(schedule, self.member.rank)
+        comm = StageComm(self.member, plan, {}, self.device)
+        executor = StageExecutor(self.stage, self.loss_fn, plan, (inputs, targets, weights))
+        for action in schedule[self.member.rank]:
+            output = executor.execute(action, comm.receive(action))
+            executor.in_flight.clear()  # no backward needs it
+            if output is not None:
+                comm.send(action, output)
+        comm.finish()
         return executor.loss
 
     def _plan(self, schedule: Schedule, num_micro_batches: int) -> CommPlan:

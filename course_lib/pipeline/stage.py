@@ -205,17 +205,21 @@ def tied_summed(stage: Stage, member: GroupMember) -> Iterator[None]:
         tied.param.grad = None
     yield
     for tied, old in zip(tied_params, before, strict=True):
-        total = _sum_of_copies(tied, member)
+        grad = tied.param.grad
+        own = torch.zeros_like(tied.param) if grad is None else grad
+        total = sum_copies(own, tied.stages, member)
         tied.param.grad = total if old is None else old + total
 
 
-def _sum_of_copies(tied: Tied, member: GroupMember) -> Tensor:
-    """Exchange the copies' gradients and sum them in stage order: the same bits on every rank."""
-    grad = tied.param.grad
-    mine = (torch.zeros_like(tied.param) if grad is None else grad).detach().contiguous()
-    grads = {to: mine if to == member.rank else torch.empty_like(mine) for to in tied.stages}
-    works = [member.isend(mine, to) for to in tied.stages if to != member.rank]
-    works += [member.irecv(grads[other], other) for other in tied.stages if other != member.rank]
+def sum_copies(grad: Tensor, stages: Sequence[int], member: GroupMember) -> Tensor:
+    """Exchange the gradients of a tied parameter's copies, or equal shards of them, and sum them.
+
+    stages   that hold a copy; the sum goes in their order: the same bits on every rank
+    """
+    mine = grad.detach().contiguous()
+    grads = {to: mine if to == member.rank else torch.empty_like(mine) for to in stages}
+    works = [member.isend(mine, to) for to in stages if to != member.rank]
+    works += [member.irecv(grads[other], other) for other in stages if other != member.rank]
     for work in works:
         work.wait()
-    return torch.stack([grads[number] for number in tied.stages]).sum(0)
+    return torch.stack([grads[number] for number in stages]).sum(0)

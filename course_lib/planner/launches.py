@@ -19,6 +19,7 @@ from course_lib.core.specs import ModelSpec
 from course_lib.planner.plan import Plan
 from course_lib.planner.prediction import PredictedStep
 from course_lib.train.config import TrainConfig
+from course_lib.train.rules import ONE_BACKWARD
 
 TORCHTITAN_FLAVORS = {"llama-8b": "8b", "llama-70b": "70b", "llama-405b": "405b"}
 TORCHTITAN_SCHEDULES = {
@@ -88,7 +89,7 @@ def _train_options(step: PredictedStep) -> dict[str, Any]:
     """Return the settings of a `TrainConfig` without its mesh."""
     plan, axes = step.plan, step.plan.parallelism
     strategy = "ddp" if axes.dp > 1 else "single"
-    if axes.zero and axes.tp * axes.pp == 1:
+    if axes.zero and _shards(plan):
         strategy = "fsdp" if axes.zero == 3 else f"zero{axes.zero}"
     options: dict[str, Any] = {
         "strategy": strategy,
@@ -105,12 +106,18 @@ def _train_options(step: PredictedStep) -> dict[str, Any]:
     return options
 
 
+def _shards(plan: Plan) -> bool:
+    """Return whether it has the plan's ZeRO stage with the plan's schedule."""
+    possible = ONE_BACKWARD[:3] if plan.parallelism.zero == 2 else ONE_BACKWARD
+    return plan.parallelism.zero == 1 or plan.parallelism.pp == 1 or plan.schedule in possible
+
+
 def _differences(plan: Plan, options: Mapping[str, Any]) -> Iterator[str]:
     """Yield what course_lib.train does otherwise than the plan."""
     axes = plan.parallelism
-    if axes.zero and axes.tp * axes.pp > 1:
+    if axes.zero and not _shards(plan):
         used = options["strategy"]
-        yield f"It has ZeRO stage {axes.zero} only with tp=1 and pp=1, so it uses {used}."
+        yield f"It has ZeRO stage {axes.zero} not with {plan.schedule}, so it uses {used}."
     if plan.recompute != "none":
         yield "It does not recompute: it keeps all activations."
     if "dtype" in options:

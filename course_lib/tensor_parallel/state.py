@@ -4,7 +4,8 @@ Shards are gathered by parameter name, so weights, gradients and optimizer state
 the whole tensors fit a model that is split otherwise, or not at all. Notebook 07_tensor_parallel.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,18 +14,33 @@ from torch import Tensor, nn
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, ShapeError
-from course_lib.core.shards import Box, Shard
+from course_lib.core.shards import Shard
 from course_lib.models.gpt import Attention
 from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.tensor_parallel.layers import ShardedLayer
 from course_lib.tensor_parallel.regions import ShardAxis, gather_whole, own_shard
 
 
+@dataclass(frozen=True, eq=False)
+class HeldGrad:
+    """A gradient as this rank holds it: of a parameter, or of a shard that ZeRO or FSDP has left.
+
+    shard_of   the shard of the parameter that a tensor laid out like `grad` is
+    """
+
+    param: nn.Parameter
+    grad: Tensor
+    shard_of: Callable[[Tensor], Shard] = Shard.of
+
+
 @torch.no_grad()
-def finish_gradients(model: nn.Module) -> None:
+def finish_gradients(model: nn.Module, held: Iterable[HeldGrad] | None = None) -> None:
     """Sum the gradients of which each rank has a part over the ranks, once a step after backward.
 
     `partial_params` says which these are. Where there are none, there is nothing to do.
+
+    held    the gradients where they are sharded, the same ones on all ranks of the group; None:
+            those of the parameters
 
     Cost:    one all_reduce of these gradients; those of shared heads as large as all heads'
     Raises:  CourseError for a model that is not split, and for a second call
@@ -32,17 +48,21 @@ def finish_gradients(model: nn.Module) -> None:
              _allreduce_layernorm_grads
     """
     group = next(iter(_sharded_layers(model).values())).group
-    grads = [(p.grad, how) for p, how in partial_params(model).items() if p.grad is not None]
-    if not grads:
+    wanted = partial_params(model)
+    if held is None:
+        held = [HeldGrad(param, param.grad) for param in wanted if param.grad is not None]
+    shards = [_in_whole(group, wanted[one.param], one) for one in held if one.param in wanted]
+    found = [shard for shard in shards if shard.pieces]  # a rank may own no row of a parameter
+    if not found:
         return
-    with finishing(partial_params(model)):
-        parts = [grad if how is None else _placed(grad, how, group) for grad, how in grads]
-        flat = torch.cat([part.reshape(-1) for part in parts])
+    with finishing(wanted):
+        wholes = [_placed(shard) for shard in found]
+        flat = torch.cat([whole.reshape(-1) for whole in wholes])
         dist.all_reduce(flat, group=group)
-        totals = flat.split([part.numel() for part in parts])
-        for (grad, how), part, total in zip(grads, parts, totals, strict=True):
-            whole = total.view_as(part)
-            grad.copy_(whole if how is None else own_shard(whole, how.dim, group, how.copies))
+        totals = flat.split([whole.numel() for whole in wholes])
+        for shard, whole, total in zip(found, wholes, totals, strict=True):
+            for box, part in shard.pieces:
+                part.copy_(total.view_as(whole)[box.slices()])
 
 
 def partial_params(model: nn.Module) -> dict[nn.Parameter, ShardAxis | None]:
@@ -68,11 +88,17 @@ def partial_params(model: nn.Module) -> dict[nn.Parameter, ShardAxis | None]:
     return found
 
 
-def _placed(shard: Tensor, how: ShardAxis, group: Group) -> Tensor:
+def _in_whole(group: Group, how: ShardAxis | None, one: HeldGrad) -> Shard:
+    """Return a gradient as a shard: of itself where tp replicates, else of the whole one."""
+    if how is None:
+        return Shard.of(one.grad)
+    return _narrow_shard(group, how, one.shard_of(one.grad))
+
+
+def _placed(shard: Shard) -> Tensor:
     """Return the whole tensor with this rank's shard in its place, and zeros elsewhere."""
-    found = _narrow_shard(group, how, shard)
-    whole = shard.new_zeros(found.shape)
-    for box, part in found.pieces:
+    whole: Tensor = shard.pieces[0][1].new_zeros(shard.shape)
+    for box, part in shard.pieces:
         whole[box.slices()] = part
     return whole
 
@@ -135,9 +161,10 @@ def shard_tensors(model: nn.Module, wholes: Mapping[str, Tensor]) -> dict[str, T
     return shards
 
 
-def shards_of_split(model: nn.Module) -> dict[str, Callable[[Tensor], Shard]]:
+def shards_of_split(model: nn.Module) -> dict[str, Callable[[Tensor | Shard], Shard]]:
     """Return by name of each split parameter: the shard that a tensor laid out like it is.
 
+    So is a shard of that tensor, as FSDP over a split model leaves it.
     None for a model that is not split. The padding of uneven sizes is no part of the whole tensor.
     """
     return {
@@ -155,17 +182,10 @@ def counted_once(model: nn.Module, rank: int) -> set[str]:
     return {name for name, (_, how) in splits.items() if rank % how.copies == 0}
 
 
-def _narrow_shard(group: Group, how: ShardAxis, tensor: Tensor) -> Shard:
-    dim, size, copies = how
-    shape = [*tensor.shape]
-    shape[dim] = size
-    start = dist.get_rank(group) // copies * tensor.shape[dim]
-    numbers = min(tensor.shape[dim], size - start)
-    if numbers <= 0:
-        return Shard(tuple(shape))
-    part = tensor.detach().narrow(dim, 0, numbers)
-    offsets = tuple(start if number == dim else 0 for number in range(tensor.dim()))
-    return Shard(tuple(shape), [(Box(offsets, tuple(part.shape)), part)])
+def _narrow_shard(group: Group, how: ShardAxis, part: Tensor | Shard) -> Shard:
+    local = Shard.of(part) if isinstance(part, Tensor) else part
+    start = dist.get_rank(group) // how.copies * local.shape[how.dim]
+    return local.narrowed(how.dim, start, how.size)
 
 
 def _splits_of(layers: Mapping[str, ShardedLayer]) -> dict[str, tuple[Group, ShardAxis]]:

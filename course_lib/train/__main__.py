@@ -40,6 +40,15 @@ from course_lib.train.strategies import STRATEGIES
 COMMAND = "python -m course_lib.train"
 SEQ = 64  # tokens in a sequence, if the model takes so many
 
+HELP = """Train a GPT or a BERT on dp * pp * tp ranks; without dropout, with the losses of one rank.
+
+\b
+python -m course_lib.train --mesh dp=2,pp=2,tp=2 --strategy fsdp --micro-batch 1
+python -m course_lib.train --ranks 2 --strategy fsdp --data shakespeare --model gpt2-char
+python -m course_lib.train --ranks 2 --strategy ddp --out runs/ddp --save-every 100
+torchrun --nproc-per-node 4 -m course_lib.train --strategy torch-ddp
+"""
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -53,12 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     app(args=arguments, obj=arguments, prog_name=COMMAND)
 
 
-@app.command()
+@app.command(help=HELP)
 def train(
     context: typer.Context,
     strategy: o.StrategyOption = None,
     ranks: o.RanksOption = None,
-    model: o.ModelOption = "tiny",
+    model: o.ModelOption = None,
+    init: o.Init = None,
     layers: o.Layers = None,
     hidden: o.Hidden = None,
     heads: o.Heads = None,
@@ -78,6 +88,7 @@ def train(
     optimizer: o.Optimizer = "adamw",
     lr: o.Lr = None,
     warmup: o.Warmup = 0,
+    lr_decay: o.LrDecay = None,
     momentum: o.Momentum = None,
     clip_norm: o.ClipNorm = None,
     dropout: o.DropoutOption = 0.0,
@@ -87,6 +98,8 @@ def train(
     seed: o.Seed = 0,
     bucket_mib: o.BucketMib = 25.0,
     every: o.Every = 10,
+    eval_every: o.EvalEvery = 0,
+    eval_only: o.EvalOnly = False,
     out: o.OutOption = None,
     profile: o.ProfiledSteps = None,
     save_every: o.SaveEvery = 0,
@@ -95,14 +108,7 @@ def train(
     checkpoint_format: o.CheckpointFormat = "course",
     resume: o.Resume = False,
 ) -> None:
-    """Train a GPT or a BERT on dp * pp * tp ranks, with the losses of one rank (without dropout).
-
-    \b
-    python -m course_lib.train --mesh dp=2,pp=2,tp=2 --schedule zb-h1 --micro-batch 1
-    python -m course_lib.train --ranks 2 --strategy fsdp --data shakespeare --model gpt2-char
-    python -m course_lib.train --ranks 2 --strategy ddp --out runs/ddp --save-every 100
-    torchrun --nproc-per-node 4 -m course_lib.train --strategy torch-ddp
-    """
+    """Train a GPT or a BERT; `HELP` is what --help says."""
     raise typer.Exit(run(context.params, context.obj))
 
 
@@ -167,7 +173,8 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     if options["seq"] is None:
         options["seq"] = min(SEQ, options["model"].max_seq)
     options["strategy"] = options["strategy"] or ("ddp" if num_ranks > one_copy else "single")
-    options["out"] = str(options["out"]) if options["out"] else None
+    for path in ("out", "init"):
+        options[path] = str(options[path]) if options[path] else None
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
     config = TrainConfig(**options)
     config.check_ranks(num_ranks)
@@ -204,7 +211,16 @@ def _model(options: dict[str, Any]) -> ModelSpec:
         "vocab": options.pop("vocab"),
     }
     given = {name: size for name, size in sizes.items() if size is not None}
-    name = options["model"]
+    name, folder = options["model"] or "tiny", options["init"]
+    if folder:
+        other = "model" if options["model"] else next(iter(given), None)
+        if other:
+            option = {"num_layers": "layers", "num_heads": "heads"}.get(other, other)
+            raise CourseError(
+                f"--init: need the sizes of the model in {folder}; got --{option}, too. Try it "
+                f"without --{option}."
+            )
+        return read_config(folder / "config.json")
     spec = read_config(name) if name.endswith(".json") else ENCODERS.get(name) or find_model(name)
     if "hidden" in given:
         given["ffn_hidden"] = 4 * given["hidden"]

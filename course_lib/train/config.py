@@ -5,6 +5,7 @@ Every mistake that can be found before a run starts is reported here, in one sen
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2}
 SOURCES = ("synthetic", "shakespeare", "dialogues")
 CHECKPOINTS = "checkpoints"  # the folder in `out`
 CHECKPOINT_FORMATS = ("course", "dcp")
+LR_DECAYS = ("cosine", "linear")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 V_SCHEDULES = ("zb-v", "dualpipe-v")  # the first rank holds the first and the last layers
@@ -40,6 +42,7 @@ V_SCHEDULES = ("zb-v", "dualpipe-v")  # the first rank holds the first and the l
 class TrainConfig:
     """The settings of a training run; `global_batch = micro_batch * num_micro_batches * dp`.
 
+    init          folder of a model of transformers whose weights training starts from; None: random
     masked        the model is a BERT, which predicts masked tokens; False: a GPT
     epochs        passes over all tokens of the data; None: `steps` decides
     tp, pp        ranks that split every layer, and pipeline stages; dp = ranks / (tp * pp)
@@ -48,12 +51,15 @@ class TrainConfig:
     micro_batch   sequences in one forward pass; None: the rank's whole share, or with pp 2 * pp
                   parts of it, of which the first get one sequence more if that is not even
     warmup        steps in which the learning rate grows linearly, from lr / warmup to lr
+    lr_decay      "cosine" or "linear": from the warm-up's end to 0 after `steps`; None: no decay
     momentum      the momentum factor of sgd; None: no momentum
     clip_norm     upper limit for the norm of the gradient; None: no limit
     reshard       of fsdp and torch-fsdp: free a block between its forward and its backward
     compute_dtype of fsdp: the dtype of gathers and computation; None: dtype
     data          "synthetic", "shakespeare", "dialogues" or the path of a text file
     every         steps between two lines of output; 0: none
+    eval_every    steps between two validation losses; 0: none
+    eval_only     one validation loss, and no training
     out           folder for run records and checkpoints; None: nothing is written
     profile       steps that PyTorch's profiler records on every rank: "3", "3-5"; None: none
     save_every    steps between two checkpoints; 0: none
@@ -64,6 +70,7 @@ class TrainConfig:
     """
 
     model: ModelSpec
+    init: str | None = None
     masked: bool = False
     strategy: str = "single"
     steps: int = 100
@@ -79,6 +86,7 @@ class TrainConfig:
     optimizer: str = "adamw"
     lr: float | None = None
     warmup: int = 0
+    lr_decay: str | None = None
     momentum: float | None = None
     clip_norm: float | None = None
     dropout: float = 0.0
@@ -89,6 +97,8 @@ class TrainConfig:
     data: str = "synthetic"
     bucket_mib: float = 25.0
     every: int = 10
+    eval_every: int = 0
+    eval_only: bool = False
     out: str | None = None
     profile: str | None = None
     save_every: int = 0
@@ -110,7 +120,9 @@ class TrainConfig:
         for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm", "momentum"):
             positive(name, getattr(self, name))
         self._fill_in_schedule()
-        for name in ("every", "save_every", "seed", "dropout", "warmup"):
+        if self.lr_decay is not None:
+            one_of("lr-decay", self.lr_decay, LR_DECAYS)
+        for name in ("every", "eval_every", "save_every", "seed", "dropout", "warmup"):
             positive(name, getattr(self, name), or_zero=True)
         if self.seed >= 2**63:
             raise CourseError(f"--seed: need a number below 2**63; got {self.seed}.")
@@ -147,7 +159,11 @@ class TrainConfig:
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
-        return float(self.lr or 0) * min(1.0, (step + 1) / max(self.warmup, 1))
+        if step < self.warmup:
+            return float(self.lr or 0) * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(self.steps - self.warmup, 1)
+        left = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return float(self.lr or 0) * left.get(self.lr_decay or "", 1.0)
 
     def num_micro_batches(self, dp: int) -> int:
         """Return the number of micro-batches of each of the dp copies of the model in a step.
@@ -202,9 +218,10 @@ class TrainConfig:
 
     def identity(self, model: ModelSpec, data: str) -> dict[str, Any]:
         """Return the settings on which the results depend: a resumed run must keep them."""
-        spec = json.loads(json.dumps({**asdict(model), "name": ""}))  # as it is read back
+        spec = json.loads(json.dumps({**asdict(model), "name": ""}))  # as a checkpoint has it
         names = ["optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch"]
-        names += ["clip_norm", "compute_dtype", "momentum", "warmup"]
+        names += ["clip_norm", "compute_dtype", "momentum", "warmup", "lr_decay"]
+        names += ["steps"] * (self.lr_decay is not None)
         return {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
 
     def plain(self, model: ModelSpec, data: str, dp: int) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Batch n, with its masked tokens, is a function of (seed, n) and nothing else, so
 the same whole batch and takes its part of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from course_lib.models.text import Synthetic, Text, load_shakespeare, read_text
 from course_lib.train.config import TrainConfig
 from course_lib.train.progress import download_bar
 
+AnySource = Text | Synthetic | Dialogues
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both [batch, seq]
 HIDES = 1  # what is hidden in a batch is drawn from another seed than the batch
 
@@ -104,12 +106,12 @@ class HiddenTokens:
         )
 
 
-def open_data(config: TrainConfig) -> Examples:
-    """Open the data of a run as a stream of batches.
+def open_data(config: TrainConfig) -> tuple[Examples, Examples]:
+    """Open the data of a run as a stream of batches, and another one for validation.
 
     Raises: CourseError for a text that cannot be read, or is too short; ShapeError
     """
-    source: Text | Synthetic | Dialogues
+    source: AnySource
     if config.data == "synthetic":
         source = Synthetic(config.model.vocab - config.masked)
     elif config.data == "dialogues":
@@ -120,15 +122,46 @@ def open_data(config: TrainConfig) -> Examples:
             source = load_shakespeare(print, tell=tell)
     else:
         source = read_text(config.data)
-    examples: Examples
-    if config.masked:
-        examples = HiddenTokens(source)
-    elif isinstance(source, Dialogues):
-        raise CourseError("--data dialogues: need a BERT. Try --model bert-dialogues.")
+    validates = bool(config.eval_every or config.eval_only)
+    found = tuple(map(partial(_examples, config), held_out(source) if validates else [source]))
+    for examples in found:
+        examples.batch(0, batch=1, seq=config.seq)  # a text that is too short is told now
+    return found[0], found[-1]
+
+
+def held_out(source: AnySource) -> tuple[AnySource, AnySource]:
+    """Return what is trained on, and what validates it: of a text or dialogues the last tenth.
+
+    Synthetic tokens have no end: for validation they come from batches that no training reaches.
+    """
+    if isinstance(source, Synthetic):
+        return source, source
+    names = f"{source.name}, first 9/10", f"{source.name}, last 1/10"
+    if isinstance(source, Text):
+        cut = len(source.tokens) * 9 // 10
+        parts: list[AnySource] = [
+            replace(source, name=name, tokens=tokens)
+            for name, tokens in zip(names, source.tokens.tensor_split([cut]), strict=True)
+        ]
     else:
-        examples = NextTokens(source)
-    examples.batch(0, batch=1, seq=config.seq)  # a text that is too short is told now
-    return examples
+        number = len(source.starts) * 9 // 10
+        cut = int(source.starts[number])
+        ends = source.starts.tensor_split([number])
+        parts = [
+            replace(source, name=name, tokens=tokens, starts=starts - first)
+            for name, tokens, starts, first in zip(
+                names, source.tokens.tensor_split([cut]), ends, (0, cut), strict=True
+            )
+        ]
+    return parts[0], parts[1]
+
+
+def _examples(config: TrainConfig, source: AnySource) -> Examples:
+    if config.masked:
+        return HiddenTokens(source)
+    if isinstance(source, Dialogues):
+        raise CourseError("--data dialogues: need a BERT. Try --model bert-dialogues.")
+    return NextTokens(source)
 
 
 def steps_of_an_epoch(examples: Examples, config: TrainConfig) -> int | None:

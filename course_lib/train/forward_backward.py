@@ -8,18 +8,19 @@ many there were.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from course_lib.mesh.model_part import ModelPart
 from course_lib.models import right_and_asked, token_loss
 from course_lib.pipeline.actions import Schedule
 from course_lib.pipeline.engine import Pipeline
 from course_lib.ranks.recorder import span
 from course_lib.tensor_parallel.cross_entropy import parallel_token_loss
 from course_lib.train.config import TrainConfig, schedule_of
-from course_lib.train.mesh import TrainMesh
-from course_lib.train.model_part import ModelPart
+from course_lib.train.mesh import TrainMesh, placement_of
 from course_lib.train.strategies import Wrapped
 
 _LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -27,25 +28,42 @@ _MicroBatches = Sequence[tuple[Tensor, Tensor]]  # inputs and targets
 GradientPass = Callable[[_MicroBatches, Sequence[float]], Tensor]
 
 
-def make_pass(
-    part: ModelPart, wrapped: Wrapped, config: TrainConfig, mesh: TrainMesh
-) -> GradientPass:
-    """Return the function that computes a step's gradients, up to `wrapped.finish()`.
+class Passes(NamedTuple):
+    """The two ways through a model: with gradients, and without, for validation."""
 
-    Call it with the micro-batches and their shares.
+    gradients: GradientPass
+    losses: GradientPass
+
+
+def make_passes(part: ModelPart[Wrapped], config: TrainConfig, mesh: TrainMesh) -> Passes:
+    """Return the function that computes a step's gradients, up to `wrapped.finish()`, and another.
+
+    Call them with the micro-batches and their shares.
 
     Shapes:  -> [3]: the loss (0 where it is not known), correctly predicted, and all masked tokens
     """
-    if wrapped.gradients is not None:
-        return wrapped.gradients
-    loss_fn: _LossFn = token_loss
+    wrapped = part.wrapped
+    mean: _LossFn = token_loss
     if config.tp > 1:
-        loss_fn = partial(parallel_token_loss, group=mesh.group("tp"))
+        mean = partial(parallel_token_loss, group=mesh.group("tp"))
+    loss_fn = partial(_in_float32, mean)
+    losses = partial(_without_gradients, wrapped, loss_fn)
+    if wrapped.gradients is not None:
+        return Passes(wrapped.gradients, losses)
     if config.pp == 1:
-        return partial(_one_by_one, wrapped, loss_fn, config.masked)
+        return Passes(partial(_one_by_one, wrapped, loss_fn, config.masked), losses)
     schedule = schedule_of(config, config.num_micro_batches(mesh.size("dp")))
-    pipeline = Pipeline(part.module, loss_fn, mesh.group("pp"))
-    return partial(_through_stages, wrapped, pipeline, schedule)
+    late = wrapped.reduces_in_backward
+    pipeline = Pipeline(part.module, loss_fn, mesh.group("pp"), sums_tied=not late)
+    return Passes(
+        partial(_through_stages, wrapped, pipeline, schedule),
+        partial(_forward_through_stages, pipeline, placement_of(config)),
+    )
+
+
+def _in_float32(mean: _LossFn, logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss, computed in 32 bits or more."""
+    return mean(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
 
 
 def _one_by_one(
@@ -60,7 +78,6 @@ def _one_by_one(
         with nullcontext() if index == len(shares) - 1 else wrapped.no_sync():
             with span("forward"):
                 logits = wrapped.model(inputs)
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 # the mean over no tokens is no number, but every rank needs a backward
                 loss = loss_fn(logits, targets) * share if share else logits.sum() * 0
             with span("backward"):
@@ -80,9 +97,35 @@ def _through_stages(
 ) -> Tensor:
     """Run the pipeline; gradients are sent after the last backward, when a tied one is complete."""
     inputs, targets = zip(*micro_batches, strict=True)
-    with wrapped.no_sync():
+    with (wrapped.in_schedule or wrapped.no_sync)():
         loss = pipeline.step(schedule, inputs, targets, shares)
     total = torch.zeros(3, device=inputs[0].device, dtype=torch.float64)
+    if loss is not None:
+        total[0] = loss
+    return total
+
+
+@torch.no_grad()
+def _without_gradients(
+    wrapped: Wrapped, loss_fn: _LossFn, micro_batches: _MicroBatches, shares: Sequence[float]
+) -> Tensor:
+    total = torch.zeros(3, device=micro_batches[0][0].device, dtype=torch.float64)
+    for (inputs, targets), share in zip(micro_batches, shares, strict=True):
+        logits = wrapped.model(inputs)  # every rank calls it: it may gather parameters
+        if share:
+            total[0] += loss_fn(logits, targets) * share
+    return total
+
+
+def _forward_through_stages(
+    pipeline: Pipeline,
+    placement: Sequence[int],
+    micro_batches: _MicroBatches,
+    shares: Sequence[float],
+) -> Tensor:
+    inputs, targets = zip(*micro_batches, strict=True)
+    total = torch.zeros(3, device=inputs[0].device, dtype=torch.float64)
+    loss = pipeline.forward_only(inputs, targets, shares, placement)
     if loss is not None:
         total[0] = loss
     return total

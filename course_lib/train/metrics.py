@@ -6,7 +6,7 @@ import statistics
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -19,6 +19,7 @@ from course_lib.core.units import format_bytes, format_seconds
 from course_lib.ranks.recorder import current_recorder
 from course_lib.train.progress import Progress
 
+LOOK = 10  # steps after which the ranks look at their losses together, if not before
 KEEP_STEPS = 3  # the record holds the events of the last ones
 
 
@@ -34,6 +35,7 @@ class Metrics:
     def __init__(self, record: RunRecord, dp: int, lr: float | None) -> None:
         self.record, self.dp, self.lr = record, dp, lr
         self._open: list[Tensor] = []  # this rank's part, of steps that are not summed up
+        self._since: list[tuple[float, float, float]] = []  # what nobody was told yet
         self._marks: list[int] = []
         self.monitor, self.is_unread = ResourceMonitor(), False
 
@@ -43,28 +45,48 @@ class Metrics:
         self.record.steps.append(step | self.monitor.read())
 
     def sum_losses(self, *, is_unread: bool = False) -> tuple[float, float | None]:
-        """Sum the last steps' losses over all ranks; return their mean and the accuracy.
+        """Sum the last steps' losses over all ranks; return their mean since the last call.
 
-        Raises: CourseError for a loss that is not a number
+        And the accuracy, if any.
+
+        Raises: CourseError as `look`
         """
-        told = self._open[0].new_tensor([float(is_unread), 0, 0])  # travels with the losses
-        found = torch.stack([told, *self._open])  # [1 + steps, 3]
+        self.look(is_unread=is_unread)
+        loss, right, asked = zip(*self._since, strict=True)
+        self._since.clear()
+        return statistics.fmean(loss), sum(right) / sum(asked) if any(asked) else None
+
+    def look(self, *, is_unread: bool = False) -> None:
+        """Sum the losses of the steps since the last look over all ranks, into the record.
+
+        Raises: CourseError for a loss that is not a number, on all ranks alike
+        """
+        own = torch.stack([self._open[0].new_tensor([float(is_unread), 0, 0]), *self._open])
+        found = own.clone()  # [1 + steps, 3]
         dist.all_reduce(found)
         self._open.clear()
-        self.is_unread, found = bool(found[0, 0]), found[1:]
-        losses = (found[:, 0] / self.dp).tolist()
-        steps = self.record.steps[-len(losses) :]
-        for step, loss, (right, asked) in zip(steps, losses, found[:, 1:].tolist(), strict=True):
+        self.is_unread = bool(found[0, 0])
+        rows = [(loss / self.dp, right, asked) for loss, right, asked in found[1:].tolist()]
+        for step, row, mine in zip(self.record.steps[-len(rows) :], rows, own[1:], strict=True):
+            loss, right, asked = row
             step["loss"] = loss
             if asked:
                 step["accuracy"] = right / asked
             if not math.isfinite(loss):
-                raise CourseError(
-                    f"step {step['step']}: need a loss that is a number; got {loss}. "
-                    f"Try an --lr below {self.lr}."
-                )
-        _, right, asked = found.sum(dim=0).tolist()
-        return statistics.fmean(losses), right / asked if asked else None
+                self._refuse(step["step"], loss, is_mine=not mine.isfinite().all())
+        self._since += rows
+
+    def _refuse(self, step: int, loss: float, *, is_mine: bool) -> NoReturn:
+        by_rank = [False] * dist.get_world_size()
+        dist.all_gather_object(by_rank, is_mine)
+        ranks = [str(rank) for rank, is_bad in enumerate(by_rank) if is_bad]
+        where = (
+            f"first on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else "in the sum"
+        )
+        raise CourseError(
+            f"step {step}: need a loss that is a number; got {loss}, {where}. "
+            f"Try an --lr below {self.lr}."
+        )
 
     def forget_old_events(self) -> None:
         """Keep the events of the last steps only, so that long runs do not fill the memory."""
@@ -88,7 +110,7 @@ class Metrics:
     def close(self, progress: Progress, zero_s: float) -> None:
         """Complete the record."""
         if self._open:
-            self.sum_losses()
+            self.look()
         self.record.run["progress"] = asdict(progress)
         if (per_epoch := self.record.run["steps_an_epoch"]) and self.record.steps:
             self.record.run["epoch_s"] = per_epoch * self._mean_s()

@@ -4,7 +4,9 @@ The state is the model and its optimizer as `course_lib.checkpoint` takes them: 
 shards of the whole tensors, so a run can resume with another strategy and other ranks.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,11 +15,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from course_lib.core.errors import CourseError
+from course_lib.core.shards import Shard
 from course_lib.fsdp.fsdp import FSDP
+from course_lib.mesh.clip import clip_grad_norm_across, finish_over_axes, held_grads
+from course_lib.mesh.model_part import ModelPart
+from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.models.storages import storage_bytes
+from course_lib.tensor_parallel.state import HeldGrad
 from course_lib.train.config import TrainConfig
-from course_lib.train.model_part import ModelPart
 from course_lib.zero.lab import owned_bytes
+from course_lib.zero.state import range_shard
 from course_lib.zero.zero import ZeRO1
 
 if TYPE_CHECKING:  # the frameworks are imported by the strategies that use them
@@ -37,8 +44,11 @@ class OptimizerAdapter(Protocol):
     def zero_grad(self) -> None:
         """Reset the gradients of the previous step."""
 
-    def clip(self, max_norm: float) -> None:
-        """Scale the whole gradient so that its norm is at most max_norm."""
+    def finish(self) -> None:
+        """Complete the gradients, which are means over dp, along the other axes."""
+
+    def clip(self, max_norm: float) -> float:
+        """Scale the whole gradient so that its norm is at most max_norm; return it before."""
 
     def step(self) -> None:
         """Update the parameters; afterwards every rank can compute with them."""
@@ -60,23 +70,36 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
     return {"lr": config.lr} | ({"momentum": config.momentum} if config.momentum else {})
 
 
-class PlainAdapter:
-    """Adapter for a PyTorch optimizer of all parameters that this rank has."""
+class PartAdapter:
+    """Adapter for a part of the model on a mesh, and an optimizer of its parameters.
 
-    def __init__(self, part: ModelPart, config: TrainConfig) -> None:
-        self.part = part
-        self.optimizer = optimizer_of(config, part.module.parameters())
+    As it is for whole copies over dp; subclasses say what ZeRO and FSDP have sharded.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(self, part: ModelPart[Any], mesh: RankMesh, config: TrainConfig) -> None:
+        self.part, self.mesh = part, mesh
+        self.optimizer = self._optimizer(config)
+
+    def _optimizer(self, config: TrainConfig) -> Optimizer:
+        return optimizer_of(config, self.part.module.parameters())
 
     def zero_grad(self) -> None:
         """Reset the gradients."""
         self.optimizer.zero_grad()
 
-    def clip(self, max_norm: float) -> None:
-        """Clip the gradient: every rank has all of it, and finds the same norm."""
-        nn.utils.clip_grad_norm_(self.part.module.parameters(), max_norm)
+    def finish(self) -> None:
+        """Add to the gradients, which are means over dp, what other stages and tp ranks have."""
+        late = self.part.wrapped.reduces_in_backward
+        finish_over_axes(self.part.module, self.mesh, self._held(), sums_tied=late)
+
+    def clip(self, max_norm: float) -> float:
+        """Clip by the norm of the whole gradient, over all axes of the mesh."""
+        return clip_grad_norm_across(self.part.module, self.mesh, max_norm).item()
 
     def step(self) -> None:
-        """Update all parameters of this rank."""
+        """Update what this rank steps; afterwards every rank can compute with it."""
         self.optimizer.step()
 
     def state(self) -> State:
@@ -87,66 +110,78 @@ class PlainAdapter:
         """Return the bytes on this rank by kind."""
         return state_bytes(self.part.module.parameters(), self.optimizer)
 
+    def _held(self) -> list[HeldGrad]:
+        return held_grads(self.part.module)
 
-class ZeROAdapter:
+
+class ZeROAdapter(PartAdapter):
     """Adapter for a ZeRO engine of notebook 09_zero, which has its own optimizer."""
 
-    def __init__(self, engine: ZeRO1) -> None:
+    def __init__(
+        self, part: ModelPart[Any], mesh: RankMesh, config: TrainConfig, engine: ZeRO1
+    ) -> None:
         self.engine = engine
-        self.optimizer = engine.optimizer
+        super().__init__(part, mesh, config)
+        freed = {one for flat in engine.all_flat_params if flat.only_shard for one in flat.params}
+        pieces = engine.shards() if freed else {}  # in the memory of the flat parameters' shards
+        named = part.module.named_parameters()
+        part.shard_of |= {
+            param: partial(_in_engine, pieces[name]) for name, param in named if param in freed
+        }
 
-    def zero_grad(self) -> None:
-        """Reset whole gradients and shards."""
-        self.engine.zero_grad()
+    def _optimizer(self, config: TrainConfig) -> Optimizer:
+        return self.engine.optimizer
 
-    def clip(self, max_norm: float) -> None:
+    def clip(self, max_norm: float) -> float:
         """Clip by the norm of the whole gradient: the squares of all shards are summed."""
-        self.engine.clip_grad_norm_(max_norm)
-
-    def step(self) -> None:
-        """Update this rank's shard and gather the parameters."""
-        self.engine.step()
-
-    def state(self) -> State:
-        """Return the engine and its optimizer, which know their shards."""
-        return {"model": self.engine, "optimizer": self.engine.optimizer}
+        scaled = [grad for one in self.engine.flat_params for grad in one.all_grads()]
+        module, held = self.part.module, self._held()
+        return clip_grad_norm_across(module, self.mesh, max_norm, held, scaled=scaled).item()
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank by kind."""
         return owned_bytes(self.engine)
 
+    def _held(self) -> list[HeldGrad]:
+        return [
+            HeldGrad(
+                one.params[piece.index],
+                grad,
+                partial(range_shard, one.layout.shapes[piece.index], piece.start),
+            )
+            for one in self.engine.flat_params
+            for piece, grad in one.grads()
+        ]
 
-class FSDPAdapter:
-    """Adapter for the FSDP of notebook 10_fsdp and an optimizer of its shards."""
 
-    def __init__(self, model: FSDP, config: TrainConfig) -> None:
-        self.model = model
-        self.optimizer = optimizer_of(config, model.parameters())
+def _in_engine(shard: Shard, _freed: Tensor) -> Shard:
+    return shard
 
-    def zero_grad(self) -> None:
-        """Reset the shards' gradients."""
-        self.model.zero_grad()
 
-    def clip(self, max_norm: float) -> None:
+class FSDPAdapter(PartAdapter):
+    """Adapter for the FSDP of notebook 10_fsdp, one for each model chunk of this rank."""
+
+    def __init__(
+        self, part: ModelPart[Any], mesh: RankMesh, config: TrainConfig, models: Sequence[FSDP]
+    ) -> None:
+        super().__init__(part, mesh, config)
+        self.models = models
+        part.shard_of |= {one.local: one.shard_of for fsdp in models for one in fsdp.param_shards()}
+
+    def clip(self, max_norm: float) -> float:
         """Clip by the norm of the whole gradient: the squares of all shards are summed."""
-        self.model.clip_grad_norm_(max_norm)
-
-    def step(self) -> None:
-        """Update the shards; the next forward gathers them."""
-        self.optimizer.step()
-
-    def state(self) -> State:
-        """Return the model, which knows its shards, and the optimizer."""
-        return {"model": self.model, "optimizer": self.optimizer}
+        module, held = self.part.module, self._held()
+        return clip_grad_norm_across(module, self.mesh, max_norm, held).item()
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes by kind; a unit's gathered parameters count while they are allocated."""
-        groups = self.model.param_groups
-        found = state_bytes(self.model.parameters(), self.optimizer)
-        return {
-            **found,
-            "params": found["params"] + storage_bytes(group.whole for group in groups),
-        }
+        groups = [group for model in self.models for group in model.param_groups]
+        found = super().state_bytes()
+        return found | {"params": found["params"] + storage_bytes(group.whole for group in groups)}
+
+    def _held(self) -> list[HeldGrad]:
+        shard_of = self.part.shard_of
+        return [replace(one, shard_of=shard_of[one.param]) for one in held_grads(self.part.module)]
 
 
 class TorchFSDPAdapter:
@@ -159,9 +194,13 @@ class TorchFSDPAdapter:
         """Reset the shards' gradients."""
         self.optimizer.zero_grad()
 
-    def clip(self, max_norm: float) -> None:
+    def finish(self) -> None:
+        """Do nothing: there are no other axes."""
+
+    def clip(self, max_norm: float) -> float:
         """Clip by the norm of the whole gradient, which DTensors compute."""
-        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return float(norm.full_tensor())
 
     def step(self) -> None:
         """Update the shards; the next forward gathers them."""
@@ -189,7 +228,10 @@ class FrameworkAdapter:
     def zero_grad(self) -> None:
         """Do nothing: the framework resets the gradients after its step."""
 
-    def clip(self, max_norm: float) -> None:
+    def finish(self) -> None:
+        """Do nothing: the framework has done it."""
+
+    def clip(self, max_norm: float) -> float:
         """Refuse to clip; the settings do not allow it. Raises: CourseError"""
         raise CourseError(f"{self.engine.name}: need no clipping; got {max_norm}.")
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from course_lib.train.config import CHECKPOINT_FORMATS, SCHEDULES
+from course_lib.train.config import CHECKPOINT_FORMATS, LR_DECAYS, SCHEDULES
 from course_lib.train.strategies import COPIES, FRAMEWORKS, SHARDS
 
 StrategyOption = Annotated[
@@ -24,11 +24,18 @@ StrategyOption = Annotated[
 RanksOption = Annotated[
     int | None, typer.Option(help="Ranks to start on this machine. Default: dp * pp * tp.")
 ]
-ModelOption = Annotated[
-    str,
+Init = Annotated[
+    Path | None,
     typer.Option(
-        help="A GPT: tiny, small, gpt2-char, study-10m, another preset, or the path of a "
-        "config.json. A BERT: bert-tiny or bert-dialogues."
+        help="Folder of a model of transformers (config.json and safetensors) to start from, "
+        "instead of --model. The tokens of the data are the first ones of its vocabulary."
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A GPT: tiny (the default), small, gpt2-char, study-10m, another preset, or the path "
+        "of a config.json. A BERT: bert-tiny or bert-dialogues."
     ),
 ]
 Layers = Annotated[int | None, typer.Option(help="Number of layers, instead of the preset's.")]
@@ -67,8 +74,9 @@ MicroBatch = Annotated[
 MeshOption = Annotated[
     str | None,
     typer.Option(
-        help="Sizes of the axes, such as dp=2,pp=2,tp=2: copies of the model, pipeline stages, "
-        "ranks that split every layer. Without dp: as many copies as --ranks gives."
+        help="Sizes of the axes, such as dp=2,pp=2,tp=2: copies of the model (or shards of them, "
+        "with zero1 to zero3 and fsdp), pipeline stages, ranks that split every layer. Without "
+        "dp: as many copies as --ranks gives."
     ),
 ]
 Tp = Annotated[int | None, typer.Option(hidden=True)]
@@ -93,9 +101,17 @@ Lr = Annotated[
 Warmup = Annotated[
     int, typer.Option(help="Steps in which the learning rate grows linearly to --lr; 0: none.")
 ]
+LrDecay = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{' or '.join(LR_DECAYS)}: the learning rate falls to 0, from the end of the warm-up "
+        "to the last step. Default: it stays."
+    ),
+]
 Momentum = Annotated[float | None, typer.Option(help="Momentum factor of sgd, below 1.")]
 ClipNorm = Annotated[
-    float | None, typer.Option(help="Upper limit for the norm of the whole gradient.")
+    float | None,
+    typer.Option(help="Upper limit for the norm of the whole gradient, over all axes."),
 ]
 DropoutOption = Annotated[float, typer.Option(help="Dropout probability.")]
 Dtype = Annotated[str, typer.Option(help="float32, float64 or bfloat16.")]
@@ -106,13 +122,26 @@ ComputeDtype = Annotated[
 Reshard = Annotated[
     bool,
     typer.Option(
-        help="With fsdp and torch-fsdp: free a block's gathered parameters after its forward."
+        help="With fsdp and torch-fsdp: free a block's gathered parameters after its forward. "
+        "With fsdp and pp, --no-reshard keeps them, and whole gradients, for all micro-batches: "
+        "each is gathered and reduced once a step."
     ),
 ]
 BucketMib = Annotated[
     float, typer.Option(help="Bucket size in MiB, for ddp, torch-ddp and zero1 to zero3.")
 ]
 Every = Annotated[int, typer.Option(help="Steps between two lines of output; 0: silent.")]
+EvalEvery = Annotated[
+    int,
+    typer.Option(
+        help="Steps between two validation losses, without dropout; 0: none. A text keeps its last "
+        "tenth back for it."
+    ),
+]
+EvalOnly = Annotated[
+    bool,
+    typer.Option("--eval-only", help="Only a validation loss: with --init, or with --resume."),
+]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder for run records and checkpoints, such as runs/NAME.")
 ]

@@ -12,6 +12,7 @@ from course_lib.core.built import check_built
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 
 COMPUTE_DTYPES = ("bfloat16",)
+ONE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")  # schedules that do not split it
 
 
 def profiled_steps(config: Any) -> range:
@@ -115,13 +116,13 @@ def check_fits(config: Any) -> None:
     name = config.strategy
     framework = name.startswith(("deepspeed", "accelerate", "lightning", "megatron"))
     whole_layers = framework and name != "megatron"
-    if (
-        whole_layers or name.startswith(("zero", "fsdp", "torch-fsdp"))
-    ) and config.tp * config.pp > 1:
+    if (whole_layers or name == "torch-fsdp") and config.tp * config.pp > 1:
         raise MeshError(
             f"--strategy {name}: need tp=1 and pp=1, as it shards whole layers; got "
-            f"{config.tp} and {config.pp}. Try --strategy ddp."
+            f"{config.tp} and {config.pp}. Try --strategy fsdp."
         )
+    if config.pp > 1:
+        _check_sharded_stages(config)
     if not config.reshard and name not in ("fsdp", "torch-fsdp"):
         raise CourseError(_need("--no-reshard", "fsdp or torch-fsdp", name))
     if config.compute_dtype and name != "fsdp":
@@ -138,12 +139,30 @@ def check_fits(config: Any) -> None:
         )
     if framework:
         _check_framework(config)
-    if config.clip_norm and config.tp * config.pp > 1:
-        raise MeshError(
-            "--clip-norm: need tp=1 and pp=1, as no rank has the whole gradient; got "
-            f"{config.tp} and {config.pp}. Try it without --clip-norm."
+    if config.eval_only and not (config.init or config.resume):
+        raise CourseError(
+            "--eval-only: need a trained model; got neither --init nor --resume. Try --init FOLDER."
         )
     _check_data(config)
+
+
+def _check_sharded_stages(config: Any) -> None:
+    """Check that what shards in backward can do so in the order of a pipeline's schedule."""
+    name, schedule = config.strategy, config.schedule
+    if name.startswith("zero3"):
+        raise MeshError(
+            f"--strategy {name}: need pp=1, as it gathers for one forward and its backward, and a "
+            f"pipeline has several micro-batches in between; got pp={config.pp}. Try --strategy "
+            "fsdp."
+        )
+    one_by_one = {"zero2": ONE_BACKWARD[:3], "fsdp": ONE_BACKWARD}
+    possible = one_by_one.get(name.removesuffix("-offload"))
+    if possible and schedule not in possible:
+        why = "all gradients of a rank" if name != "fsdp" else "a block's gradients"
+        raise MeshError(
+            f"--strategy {name}: need --schedule {' or '.join(possible)}, in which one backward "
+            f"computes {why}; got {schedule}. Try --schedule 1f1b, or --strategy zero1."
+        )
 
 
 def _check_framework(config: Any) -> None:
@@ -159,6 +178,8 @@ def _check_framework(config: Any) -> None:
             f"got {config.dtype}."
         )
     given = {"--clip-norm": config.clip_norm, "--warmup": config.warmup}
+    given |= {"--lr-decay": config.lr_decay, "--eval-every": config.eval_every}
+    given |= {"--eval-only": config.eval_only}
     if option := next((option for option, value in given.items() if value), ""):
         raise CourseError(
             f"{option}: need a strategy of the course or of PyTorch; got {name}. "

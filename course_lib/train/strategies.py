@@ -7,7 +7,7 @@ copies of the model, tests/train/test_sharded.py for shards and frameworks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for tor
     from torch.optim import Optimizer
 
     from course_lib.frameworks import Engine, MegatronEngine
+    from course_lib.mesh.model_part import ModelPart
+    from course_lib.mesh.rank_mesh import RankMesh
     from course_lib.models import GPT
     from course_lib.train.optimizers import OptimizerAdapter
 
@@ -41,18 +43,23 @@ class Wrapped:
     """A model wrapped by a strategy.
 
     model     what is called in the forward pass
-    adapter   the optimizer and its state; None: a plain optimizer of all parameters of the rank
+    adapter   makes what has the optimizer and its state; None: `PartAdapter`
     backward  of a micro-batch's loss
     finish    called after the step's last backward: then every gradient is the ranks' mean
-    no_sync   a context for the forward and backward of all micro-batches but the last
-    gradients the whole gradient pass, as `make_pass` returns it, where a framework runs it
+    no_sync   a context for the forward and backward of all micro-batches but the last; of all where
+              they go through a pipeline, if there is no `in_schedule`
+    in_schedule  a context for the micro-batches of a pipeline
+    reduces_in_backward  no whole gradient is left after a backward: other stages' come later
+    gradients the whole gradient pass, as `Passes` has it, where a framework runs it
     """
 
     model: Callable[..., Any]
-    adapter: "OptimizerAdapter | None" = None
+    adapter: "Callable[[ModelPart[Any], RankMesh, TrainConfig], OptimizerAdapter] | None" = None
     backward: Callable[["Tensor"], object] = plain_backward
     finish: Callable[[], None] = lambda: None
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    in_schedule: Callable[[], AbstractContextManager[object]] | None = None
+    reduces_in_backward: bool = False
     gradients: "Callable[[MicroBatches, Sequence[float]], Tensor] | None" = None
 
 
@@ -93,7 +100,11 @@ def zero(
     stage: int,
     offload: bool = False,
 ) -> Wrapped:
-    """ZeRO of a stage; every micro-batch's gradients are reduced. Notebook 09_zero."""
+    """ZeRO of a stage; every micro-batch's gradients are reduced. Notebook 09_zero.
+
+    A parameter that is tied to another stage's is in shards of its own, which are the same there.
+    """
+    from course_lib.pipeline.stage import Stage
     from course_lib.train.optimizers import OPTIMIZERS, ZeROAdapter, settings_of
     from course_lib.zero.zero import ZeRO1, ZeRO2, ZeRO3
 
@@ -103,21 +114,48 @@ def zero(
         group,
         bucket_bytes=config.bucket_mib * MIB,
         offload=offload,
+        apart={one.param for one in model.tied} if isinstance(model, Stage) else (),
         **settings_of(config),
     )
-    return Wrapped(engine, ZeROAdapter(engine), finish=engine.finish)
+    adapter = partial(ZeROAdapter, engine=engine)
+    return Wrapped(engine, adapter, finish=engine.finish, reduces_in_backward=stage > 1)
 
 
 def fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """FSDP: everything is sharded, one block at a time is gathered. Notebook 10_fsdp."""
+    """FSDP: everything is sharded, one block at a time is gathered. Notebook 10_fsdp.
+
+    In a pipeline each model chunk is wrapped. What is gathered is freed after each pass of a
+    micro-batch: a rank holds shards and one block, and sends as much as for so many steps. Without
+    resharding it stays, with whole gradients, for all micro-batches, which send as much as one.
+    """
     import torch
 
     from course_lib.fsdp.fsdp import FSDP
+    from course_lib.pipeline.stage import Stage
     from course_lib.train.optimizers import FSDPAdapter
 
     dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
-    wrapped = FSDP(model, compute_dtype=dtype, reshard_after_forward=config.reshard, group=group)
-    return Wrapped(wrapped, FSDPAdapter(wrapped, config))
+    wrap = partial(FSDP, compute_dtype=dtype, reshard_after_forward=config.reshard, group=group)
+    if not isinstance(model, Stage):
+        found = [wrap(model)]
+    else:
+        found = [wrap(chunk) for chunk in model.chunks]
+        for number, wrapped in enumerate(found):
+            model.chunks[number] = wrapped
+
+    @contextmanager
+    def stay_whole() -> Iterator[None]:
+        with ExitStack() as stack:
+            for wrapped in found:
+                stack.enter_context(wrapped.stays_whole())
+            yield
+
+    return Wrapped(
+        found[0],
+        partial(FSDPAdapter, models=found),
+        in_schedule=nullcontext if config.reshard else stay_whole,
+        reduces_in_backward=True,
+    )
 
 
 def torch_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
@@ -133,7 +171,7 @@ def torch_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGrou
         return made[0]
 
     engine = fully_sharded(model, make, unit=Block, reshard_after_forward=config.reshard)
-    return Wrapped(engine.model, TorchFSDPAdapter(model, made[0]))
+    return Wrapped(engine.model, lambda *_: TorchFSDPAdapter(model, made[0]))
 
 
 def deepspeed(
@@ -223,7 +261,7 @@ def megatron(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup"
         found[0] = loss_sum / count * sum(shares) if count else 0
         return found
 
-    return Wrapped(model, FrameworkAdapter(engine, earlier), gradients=gradients)
+    return Wrapped(model, lambda *_: FrameworkAdapter(engine, earlier), gradients=gradients)
 
 
 def _kind(model: "nn.Module", kind: "type[nn.Module]") -> "type[nn.Module]":
@@ -252,7 +290,7 @@ def _framework(
 
     return Wrapped(
         engine.model,
-        FrameworkAdapter(engine, earlier),
+        lambda *_: FrameworkAdapter(engine, earlier),
         backward=lambda loss: engine.backward(loss * count),
         no_sync=no_sync,
     )

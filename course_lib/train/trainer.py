@@ -20,22 +20,25 @@ from torch import Tensor
 
 from course_lib.accumulation.accumulation import by_tokens, split_micro_batches
 from course_lib.checkpoint.agree import from_all, from_first
+from course_lib.checkpoint.from_hub import load_hugging_face
+from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
+from course_lib.core.specs import ModelSpec
+from course_lib.mesh.model_part import apply_methods
 from course_lib.models import BERT, GPT
 from course_lib.models.data import mixed_seed
 from course_lib.ranks.launch import common_zero_s
 from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.recorder import current_recorder, span
 from course_lib.ranks.world import rank_device
-from course_lib.tensor_parallel.state import finish_gradients
 from course_lib.train.checkpoint import LOCK_S, RunCheckpoints, forget_records, lock_folder
 from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of, was_restarted
 from course_lib.train.data import Batch, open_data, steps_of_an_epoch
-from course_lib.train.forward_backward import make_pass
-from course_lib.train.mesh import TrainMesh
-from course_lib.train.metrics import Metrics
-from course_lib.train.model_part import ModelPart
-from course_lib.train.optimizers import PlainAdapter
+from course_lib.train.evaluation import validation_loss
+from course_lib.train.forward_backward import make_passes
+from course_lib.train.mesh import TrainMesh, placement_of
+from course_lib.train.metrics import LOOK, Metrics
+from course_lib.train.optimizers import PartAdapter
 from course_lib.train.preemption import Preemption
 from course_lib.train.profiler import StepProfiler
 from course_lib.train.progress import Progress, ProgressBar
@@ -64,36 +67,48 @@ class Trainer:
         self.rank, self.device, world_size = rank, rank_device(), dist.get_world_size()
         config.check_ranks(world_size)
         loss_stage = 0 if config.schedule in V_SCHEDULES else config.pp - 1
-        self.mesh = TrainMesh(config.parallelism(world_size), self.device, loss_stage)
+        self.mesh = TrainMesh(config.parallelism(world_size), loss_stage)
         self.dp = self.mesh.size("dp")
-        self.data = from_first(lambda: open_data(config), None)
+        self.data, self._held_out = from_first(lambda: open_data(config), None)
         per_epoch = steps_of_an_epoch(self.data, config)
         if config.epochs and per_epoch:
             config = replace(config, steps=config.epochs * per_epoch)
-        self.config, self.spec = config, replace(config.model, vocab=self.data.vocab)
+        self.config, self.spec = config, self._spec(config)
         run = config.plain(self.spec, self.data.identity, self.dp) | {"steps_an_epoch": per_epoch}
         self.record = RunRecord(rank, world_size, run)
         self.metrics = Metrics(self.record, self.dp, config.lr)
-        self.part = ModelPart(self._whole_model(), self._split_here(), self.mesh)
-        self.model = self.part.module
-        self.wrapped = STRATEGIES[config.strategy](self.model, config, self.mesh.group("dp"))
-        self.adapter = self.wrapped.adapter or PlainAdapter(self.part, config)
+        self.part = apply_methods(
+            self._whole_model(),
+            self.mesh,
+            lambda module, group: STRATEGIES[config.strategy](module, config, group),
+            splits=config.strategy != "megatron",
+            sequence_parallel=config.sequence_parallel,
+            placement=placement_of(config),
+        )
+        self.model, self.wrapped = self.part.module, self.part.wrapped
+        self.adapter = (self.wrapped.adapter or PartAdapter)(self.part, self.mesh, config)
         self.progress = Progress()
         self._open_folder()
-        self._pass = make_pass(self.part, self.wrapped, config, self.mesh)
+        self._pass, self._losses = make_passes(self.part, config, self.mesh)
         self._first = self.progress.step
 
-    def _split_here(self) -> TrainConfig:
-        """Return the settings by which the model is split before the strategy wraps it."""
-        if self.config.strategy != "megatron":
-            return self.config
-        one_stage = replace(self.config, schedule=None, model_chunks=None, pp=1)
-        return replace(one_stage, sequence_parallel=False, tp=1)
+    def _spec(self, config: TrainConfig) -> ModelSpec:
+        """Return the model with the vocabulary of the data. Raises: CourseError for a read one"""
+        if not config.init:
+            return replace(config.model, vocab=self.data.vocab)
+        if self.data.vocab > config.model.vocab:
+            raise CourseError(
+                f"--init: need data with at most the {config.model.vocab} tokens of the model; got "
+                f"{self.data.vocab}. Try --data synthetic."
+            )
+        return config.model
 
     def _whole_model(self) -> GPT | BERT:
         torch.manual_seed(self.config.seed)
         kind: type[GPT] | type[BERT] = BERT if self.config.masked else GPT
         model = kind(self.spec, dropout=self.config.dropout)
+        if self.config.init:
+            model.load_state_dict(load_hugging_face(Path(self.config.init))[1])
         return model.to(self.device, getattr(torch, self.config.dtype))
 
     def run(self) -> RunRecord:
@@ -109,6 +124,9 @@ class Trainer:
             self._profiler as profiler,
             ProgressBar(self.progress, self.config.steps, every) as bar,
         ):
+            if self.config.eval_only:
+                self._evaluate(bar)
+                return self.record
             is_over = self.is_done or preemption.is_agreed
             while not is_over:
                 preemption.ask()
@@ -117,6 +135,10 @@ class Trainer:
                 bar.step()
                 if self._is_time(self.config.every):
                     bar.loss(*self.metrics.sum_losses(is_unread=bar.is_unread))
+                elif self._is_time(LOOK):
+                    self.metrics.look()
+                if self._is_time(self.config.eval_every):
+                    self._evaluate(bar)
                 preemption.agree()
                 is_over = self.is_done or preemption.is_agreed or self.metrics.is_unread
                 if self._is_time(self.config.save_every) and not is_over:
@@ -126,6 +148,14 @@ class Trainer:
         if every and self.is_done:
             bar.say(self.metrics.summary(self.progress, bar.tokens_per_s()))
         return self.record
+
+    def _evaluate(self, bar: ProgressBar) -> None:
+        """Record the validation loss, and tell it."""
+        config, mesh = self.config, self.mesh
+        loss = validation_loss(self._held_out, self.part, self._losses, config, mesh)
+        self.record.run.setdefault("validation", []).append([self.progress.step, loss])
+        if config.every and self.rank == 0:
+            bar.say(f"step {self.progress.step}  validation loss {loss:.4f}")
 
     def _step(self) -> None:
         n, config = self.progress.step, self.config
@@ -137,8 +167,7 @@ class Trainer:
         self.adapter.zero_grad()
         found = self._gradients(batch)
         with span("optimizer"):
-            if config.clip_norm:
-                self.adapter.clip(config.clip_norm)
+            norm = self.adapter.clip(config.clip_norm) if config.clip_norm else None
             for group in self.adapter.optimizer.param_groups if self.adapter.optimizer else ():
                 group["lr"] = config.lr_at(n)
             self.adapter.step()
@@ -147,10 +176,11 @@ class Trainer:
         self.progress.step_done(config.global_batch * config.seq)
         num_tokens = len(self._part(batch[0])) * config.seq * self.mesh.reports
         times = {"start_s": start_s - self._zero_s, "end_s": time.perf_counter() - self._zero_s}
-        self.metrics.step_done(found, step=n, num_tokens=num_tokens, **times)
+        more = times if norm is None else times | {"grad_norm": norm}
+        self.metrics.step_done(found, step=n, num_tokens=num_tokens, **more)
 
     def _gradients(self, batch: Batch) -> Tensor:
-        """Compute the whole batch's gradient; return the loss sums of `make_pass`."""
+        """Compute the whole batch's gradient; return its three sums (`Passes`)."""
         count = self.config.num_micro_batches(self.dp)
         part = tuple(self._part(tensor).to(self.device) for tensor in batch)
         micro_batches = split_micro_batches(part, count)
@@ -159,9 +189,8 @@ class Trainer:
         if self.progress.step + 1 == self.config.steps:
             self.metrics.note_memory(self.adapter.state_bytes())
         self.wrapped.finish()
-        if self.config.tp > 1 and self.config.strategy != "megatron":
-            finish_gradients(self.model)
-        return found * self.mesh.reports
+        self.adapter.finish()
+        return found if self.mesh.reports else torch.zeros_like(found)
 
     def _part(self, whole: Tensor) -> Tensor:
         """Return this copy's part of a batch."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
-from course_lib.core.shards import ParamShard
+from course_lib.core.shards import InWhole, ParamShard
 from course_lib.data_parallel.composition import (
     check_norm_is_whole,
     check_same_parameters,
@@ -277,17 +277,17 @@ class ShardedOptimizer(NotCopied, Optimizer):
             if flat_param.has_fp32_master and state_dict.get("masters"):
                 flat_param.copy_masters_to_params()
 
-    def param_shards(self, names_of: Mapping[int, Sequence[str]]) -> list[ParamShard]:
+    def param_shards(self, places: Mapping[int, InWhole]) -> list[ParamShard]:
         """Return the pieces that this rank steps, for a checkpoint.
 
-        names_of   by the id of each parameter: its names in the model
+        places   by the id of each parameter: where it stands in the whole model
         """
         self._follow_params()
         found = []
         for _, flat_param, piece, master in self._owned():
-            names = names_of[id(flat_param.params[piece.index])]
+            place = places[id(flat_param.params[piece.index])]
             shard_of = partial(range_shard, flat_param.layout.shapes[piece.index], piece.start)
-            found.append(ParamShard(tuple(names), master, shard_of))
+            found.append(ParamShard((), master, shard_of).at(place))
         return found
 
     @torch.no_grad()

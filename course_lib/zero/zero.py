@@ -11,7 +11,7 @@ one before, and overrides only what it shards in addition. Notebook 09_zero.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -66,6 +66,8 @@ class ZeRO1(NotCopied):
                   if no rank has one. Costs one more all_reduce, of 1 byte per parameter. Without
                   it a missing gradient is an error
     offload       keep the optimizer state, and compute its step, in the host's memory
+    apart         parameters with a flat parameter each, such as one that is tied to another stage's
+                  and has to be in equal shards there
 
     Cost:    per step: one reduce_scatter of all gradients, one all_gather of all parameters
     Raises:  CourseError, MeshError
@@ -83,6 +85,7 @@ class ZeRO1(NotCopied):
         find_unused: bool = False,
         broadcast_buffers: bool = True,
         offload: bool = False,
+        apart: Container[nn.Parameter] = (),
         **defaults: Any,
     ) -> None:
         member_of(group, type(self).__name__)
@@ -94,6 +97,7 @@ class ZeRO1(NotCopied):
         need_some(trained)
         broadcast_together([*module.parameters(), *module.buffers()], self.group)
         self.offload = Offload(next(module.parameters()).device) if offload else None
+        self._apart = apart
         self.flat_params = self._lay_out(bucket_bytes)
         self.optimizer = ShardedOptimizer(
             trained if param_groups is None else param_groups,
@@ -117,7 +121,10 @@ class ZeRO1(NotCopied):
     def _lay_out(self, bucket_bytes: float) -> list[FlatParam]:
         """Return one flat parameter per bucket, in the order in which backward fills them."""
         named = [item for item in self.module.named_parameters() if item[1].requires_grad][::-1]
-        parts = group_alike([param for _, param in named], bucket_bytes)
+        together = [n for n, (_, param) in enumerate(named) if param not in self._apart]
+        groups = group_alike([named[n][1] for n in together], bucket_bytes)
+        parts = [[together[n] for n in group] for group in groups]
+        parts += [[n] for n in range(len(named)) if n not in together]
         return [FlatParam([named[n] for n in part], self.group) for part in sorted(parts, key=max)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -53,7 +53,7 @@ def test_course_train_gets_the_mesh_the_schedule_and_the_batch():
     assert options_of(launch) == {
         "model": "llama-70b",
         "mesh": "pp=4,dp=2,tp=8",
-        "strategy": "ddp",
+        "strategy": "zero1",
         "seq": "4096",
         "global-batch": "64",
         "micro-batch": "2",
@@ -62,9 +62,11 @@ def test_course_train_gets_the_mesh_the_schedule_and_the_batch():
         "dtype": "bfloat16",
         "sequence-parallel": "",
     }
-    zero, masters = launch.differs
-    assert "ZeRO stage 1 only with tp=1 and pp=1" in zero
+    (masters,) = launch.differs
     assert "without fp32 masters" in masters
+    again = course_train(predicted(PIPELINE.with_axes(zero=2)))
+    assert options_of(again)["strategy"] == "ddp"
+    assert "ZeRO stage 2 not with interleaved, so it uses ddp" in again.differs[0]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_the_folder_has_a_note_arguments_and_scripts(tmp_path):
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in megatron
     assert str(tmp_path / "plan" / "megatron_lm.sbatch") in note
     assert "- torchtitan v0.2.2: need ZeRO stage 2 or 3" in note
-    assert "ZeRO stage 1 only with tp=1" in note
+    assert "without fp32 masters" in note
     assert note.count("So the predicted memory and time do not hold for it.") == 1
     assert "\nTimes assume the constants of nanotron" in note
     assert "the median error of the predicted step is 2.2 %" in note

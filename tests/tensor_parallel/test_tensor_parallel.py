@@ -208,12 +208,14 @@ def test_heads_that_ranks_share_have_the_numbers_of_one_process(pools, world_siz
 
 def each_copy_counts(module, mesh):
     split = shards_of_split(module)
-    return [n for n, _ in module.named_parameters() if n in split or mesh.index("tp") == 0]
+    return {p for n, p in module.named_parameters() if n in split or mesh.index("tp") == 0}
 
 
-def first_copy_only(shard, how, group):
+def first_copy_only(group, how, one):
     """What each rank adds to the sum, without what the second copy of a head has seen."""
-    return placed(shard, how, group) * (dist.get_rank(group) % how.copies == 0)
+    if how and dist.get_rank(group) % how.copies:
+        one.grad.zero_()
+    return in_whole(group, how, one)
 
 
 def sum_nothing(model):
@@ -221,10 +223,10 @@ def sum_nothing(model):
         pass
 
 
-placed = finishing_state._placed
+in_whole = finishing_state._in_whole
 FAULTS = {
     "each copy counts": (clip, "counted_here", each_copy_counts),
-    "the first copy counts alone": (finishing_state, "_placed", first_copy_only),
+    "the first copy counts alone": (finishing_state, "_in_whole", first_copy_only),
 }
 
 

@@ -93,7 +93,10 @@ def test_text_is_learned_and_read_alike_by_all_ranks(pools, tmp_path):
 def test_a_loss_that_is_no_number_ends_the_run(pools):
     config = replace(EXACT, strategy="ddp", lr=1e200, steps=9, every=1)
     for (sentence,) in pools(2).run(refused, [config]):
-        assert re.search("need a loss that is a number; got nan. Try an --lr below", sentence)
+        assert re.search(
+            "need a loss that is a number; got nan, first on ranks 0, 1. Try an --lr below",
+            sentence,
+        )
 
 
 # -- what a run leaves, and what it says ---------------------------------------------------------
@@ -230,6 +233,10 @@ def say(capsys, monkeypatch, tmp_path):
         ("--checkpoint-format torch", "--checkpoint-format: need one of course, dcp; got 'torch'"),
         ("--checkpoint-format dcp --async-save", "--async-save: need --checkpoint-format course"),
         ("--save-every 5", "need a folder"),
+        ("--eval-only", "--eval-only: need a trained model; got neither --init nor --resume"),
+        ("--lr-decay step", "--lr-decay: need one of cosine, linear; got 'step'"),
+        ("--init nowhere --layers 2", "need the sizes of the model in nowhere; got --layers, too"),
+        ("--init nowhere", "nowhere/config.json: need a config.json; it cannot be read"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(say, arguments, says):
