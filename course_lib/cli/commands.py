@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from course_lib.cli.checkpoint_commands import add_checkpoint_commands
 from course_lib.cli.machine_commands import add_machine_commands
-from course_lib.cli.plan_command import add_plan_command
+from course_lib.cli.plan_command import add_plan_command, list_models
 from course_lib.cli.trace_command import add_trace_command
 from course_lib.core import CourseError
 from course_lib.core.files import check_result_path
@@ -223,21 +223,42 @@ def memory(
     """Show how much GPU memory a training run needs, and whether it fits.
 
     \b
-    --model llama-8b       a preset, or the path of a Hugging Face config.json; --gpu h100
-    --recipe bf16          fp32 bf16 bf16+fp32-accumulator bf16+fp32-grads pure-bf16
-    --batch 1              sequences in a micro-batch; --micro-batches 1 of them make a step
-    --seq 4096             tokens in a sequence
-    --recompute none       none selective full
-    --dp 1 --tp 1 --pp 1 --cp 1 --zero 0 --sequence-parallel --unfused --dropout --step-time-s 0
+    --model llama-8b      a preset (--model list prints them), or the path of a
+                          Hugging Face config.json (docs/models.md says which)
+    --gpu h100            laptop rtx2080ti v100 a6000 a100-40 a100-80 h100 h200
+                          b200 gb200
+    --recipe bf16         fp32 bf16 bf16+fp32-accumulator bf16+fp32-grads
+                          pure-bf16
+    --batch 1             sequences in a micro-batch
+    --micro-batches 1     micro-batches in a step of a rank
+    --seq 4096            tokens in a sequence
+    --recompute none      none selective full
+    --dp 1 --zero 0       ranks of data parallelism, and the ZeRO stage that
+                          shards over them; 3 is FSDP
+    --tp 1 --pp 1 --cp 1  ranks of tensor, pipeline and context parallelism
+    --sequence-parallel   with tp: also split norms and dropout
+    --ep 1                ranks that divide the experts, out of dp * cp * tp
+    --expert-tp           ranks that split each expert; default: tp
+    --unfused             save the scores of attention; --dropout: use dropout
+    --step-time-s         measured seconds of a step, for the MFU
+
+    The model runs on dp * tp * pp * cp ranks, one GPU each.
+
+    \b
+    course memory --model llama-8b --gpu h100 --dp 8 --zero 3
+    course memory --model qwen3-30b-a3b --gpu h100 --dp 16 --zero 3 --ep 8
     """
     from course_lib.memory.calculator import read_setup
     from course_lib.memory.explorer import accounting_table
 
+    if context.args in (["--model", "list"], ["--model=list"]):
+        raise typer.Exit(list_models())
     setup = read_setup(context.args)
     if as_json:
         print(json.dumps(setup.accounting(), indent=1))
     else:
         Console().print(accounting_table(setup))
+        print(f"course memory {setup.text()}")  # not wrapped: to copy
 
 
 def _own_folder() -> Path:

@@ -127,7 +127,7 @@ def plan(
     code is 0 if all rows are valid, otherwise 1.
     """
     if model == "list":
-        raise typer.Exit(_list_models())
+        raise typer.Exit(list_models())
     if (table is None) != bool(model and cluster):
         raise CourseError(
             "course plan: need either --model and --cluster, or --table. "
@@ -149,7 +149,7 @@ def plan(
         _emit(best[max(explain, 1) - 1], emit)
 
 
-def _list_models() -> int:
+def list_models() -> int:
     """Print the presets; return the exit code."""
     from course_lib.core.presets import MODELS
     from course_lib.cost.params import count_params
@@ -169,6 +169,11 @@ def _search(model: str, cluster: str, nodes: int, batch: str, seq: int) -> "Sear
     from course_lib.planner.searching import search
 
     spec = read_config(model) if model.endswith(".json") else find_model(model)
+    if spec.positions == "learned" and seq > spec.max_seq:
+        raise CourseError(
+            f"--seq: need at most {spec.max_seq}, the learned positions of {spec.name}; got {seq}. "
+            f"Try --seq {spec.max_seq}."
+        )
     machines = find_cluster(cluster, nodes)
     global_batch = _sequences(batch, seq)
     found = search(spec, machines, global_batch, seq=seq)

@@ -17,13 +17,13 @@ from course_lib.core.errors import CourseError
 from course_lib.core.hub_config import read_config
 from course_lib.core.layers import layer_kinds
 from course_lib.core.parallelism import Parallelism
-from course_lib.core.presets import find_model
+from course_lib.core.presets import MODELS, find_model
 from course_lib.core.recipes import find_recipe
 from course_lib.core.records import Ledger
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import mfu, six_n_d, train_step_flop
 from course_lib.cost.hardware import Device, find_device
-from course_lib.cost.params import active_params, count_params, layers_params
+from course_lib.cost.params import active_params, count_params, layers_params, params_on_rank
 from course_lib.memory.formulas import activations, kv_cache, step_ledger
 
 KINDS = ("params", "grads", "optim_state", "activations")
@@ -125,7 +125,12 @@ class Setup:
         It is on the first stage, which has most micro-batches in flight, or the last, which has
         the logits; where layers differ, on any.
         """
-        return max((self.ledger(stage=stage) for stage in self._stages), key=Ledger.peak_bytes)
+        return self.ledger(stage=self.fullest_stage)
+
+    @cached_property
+    def fullest_stage(self) -> int:
+        """Pipeline stage of the rank with the highest peak."""
+        return max(sorted(self._stages), key=lambda stage: self.ledger(stage=stage).peak_bytes())
 
     @property
     def _stages(self) -> set[int]:
@@ -148,11 +153,25 @@ class Setup:
         """
         limit, most = self.device.memory_bytes, []
         one, two = replace(self, batch=1), replace(self, batch=2)
-        for stage in (0, self.pp - 1):
+        for stage in self._stages:
             lines = zip(*(setup.ledger(stage=stage).totals() for setup in (one, two)), strict=True)
             most += [(limit - at_1) // (at_2 - at_1) + 1 for at_1, at_2 in lines if at_2 > at_1]
             most.append(0 if one.ledger(stage=stage).peak_bytes() > limit else min(most))
         return max(0, min(most))
+
+    def with_more_ranks(self) -> "Setup | None":
+        """Return the first of these setups that fits; None if none does.
+
+        ZeRO over dp, 2 dp, 4 dp, ... up to 1,024 dp ranks, stage 3, or stage 1 in a pipeline; then
+        the same with full recomputation.
+        """
+        zero = max(self.zero, 3 if self.pp == 1 else 1)
+        for recompute in (self.recompute, "full"):
+            for doublings in range(11):
+                more = replace(self, dp=self.dp * 2**doublings, zero=zero, recompute=recompute)
+                if more.fits:
+                    return more
+        return None
 
     @property
     def global_batch(self) -> int:
@@ -179,6 +198,20 @@ class Setup:
             words += [] if value is True else [shlex.quote(str(value))]
         return " ".join(words)
 
+    def held_params(self) -> dict[str, int]:
+        """Return the parameters that the fullest rank keeps, by what divides them.
+
+        The keys are those of `layers_params`, and "ends" for the embedding and the output layer.
+        With ZeRO stage 3 only the rank's shard counts.
+        """
+        axes, stage = self.parallelism, self.fullest_stage
+        held = layers_params(self.spec, axes, stage)
+        held["ends"] = params_on_rank(self.spec, axes, stage) - sum(held.values())
+        if axes.zero < 3:
+            return held
+        ranks = {"experts": axes.expert_zero_ranks}
+        return {part: -(-num // ranks.get(part, axes.zero_ranks)) for part, num in held.items()}
+
     def accounting(self) -> dict[str, Any]:
         """Return all derived numbers of the setup, ready for JSON."""
         ledger = self.fullest
@@ -192,15 +225,17 @@ class Setup:
             dropout=self.dropout,
             number_bytes=find_recipe(self.recipe).activation_bytes,
             parallelism=self.parallelism,
+            stage=self.fullest_stage,
+            num_micro_batches=self.micro_batches,
         )
         num_params, active = count_params(self.spec), active_params(self.spec)
-        held = [layers_params(self.spec, self.parallelism, stage) for stage in self._stages]
         return {
             "setup": self.text(),
             "model": self.spec.name,
             "num_params": num_params,
             "active_params": active,
-            "layers_params": max(held, key=lambda parts: sum(parts.values())),
+            "params_on_rank": self.held_params(),
+            "stage": self.fullest_stage,
             "kv_cache_bytes": kv_cache(self.spec, self.seq),
             "world_size": self.parallelism.world_size,
             "peak_bytes": {kind: by_kind[kind][at] for kind in KINDS},
@@ -234,6 +269,7 @@ def read_setup(text: str | Sequence[str]) -> Setup:
     Raises: CourseError for an unknown option, or a value of the wrong kind
     """
     words = shlex.split(text.removeprefix("course memory")) if isinstance(text, str) else [*text]
+    words = [part for word in words for part in _parts(word)]
     given: dict[str, str | bool] = {}
     while words:
         name = words.pop(0)
@@ -241,6 +277,8 @@ def read_setup(text: str | Sequence[str]) -> Setup:
         if not name.startswith("--") or field not in Setup.__dataclass_fields__:
             near = difflib.get_close_matches(field, Setup.__dataclass_fields__, n=1)
             hint = f" Try --{near[0].replace('_', '-')}." if near else ""
+            if name.endswith(".json") or name in MODELS:
+                hint = f" Try --model {shlex.quote(name)}."
             raise CourseError(f"setup: need options such as --model; got {name!r}.{hint}")
         if field in SWITCHES:
             given[field] = True
@@ -251,6 +289,11 @@ def read_setup(text: str | Sequence[str]) -> Setup:
     return Setup(**_typed(given))
 
 
+def _parts(word: str) -> list[str]:
+    """Split `--name=value`."""
+    return word.split("=", 1) if word.startswith("--") else [word]
+
+
 def _typed(given: Mapping[str, str | bool]) -> dict[str, Any]:
     """Convert the values to the types of their fields."""
     typed: dict[str, Any] = {}
@@ -259,5 +302,7 @@ def _typed(given: Mapping[str, str | bool]) -> dict[str, Any]:
         try:
             typed[name] = kind(value)
         except ValueError:
-            raise CourseError(f"setup: need a number for --{name}; got {value!r}.") from None
+            what = "a whole number" if kind is int else "a number"
+            option = name.replace("_", "-")
+            raise CourseError(f"setup: need {what} for --{option}; got {value!r}.") from None
     return typed

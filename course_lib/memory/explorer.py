@@ -7,6 +7,7 @@ import ipywidgets
 from matplotlib.figure import Figure
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from course_lib.core.errors import CourseError
 from course_lib.core.presets import MODELS
@@ -20,14 +21,23 @@ from course_lib.display.memory import memory
 from course_lib.display.show import has_widgets, widget_data
 from course_lib.memory.calculator import KINDS, Setup, read_setup
 
-PARAMS_BY = {"split by tp": "split", "on every rank of tp": "whole", "experts": "experts"}
+PARAMS_BY = {
+    "layers, split by tp": "split",
+    "layers, on every rank of tp": "whole",
+    "layers, experts": "experts",
+    "embedding and output": "ends",
+}
 _SIZES = [1, 2, 4, 8, 16, 32, 64]  # of a parallel axis
 _BATCHES = [2**n for n in range(11)]
 _SEQS = [2**n for n in range(6, 18)]
 
 
 def accounting_table(setup: Setup) -> Group:
-    """Return what `course memory` prints: bytes by kind on the fullest rank, then a summary."""
+    """Return what `course memory` prints: bytes by kind on the fullest rank, then a summary.
+
+    Where micro-batches are recomputed, the parts of the activations are what forward leaves, and
+    their sum is less than the most.
+    """
     told = setup.accounting()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("on the fullest rank")
@@ -39,14 +49,14 @@ def accounting_table(setup: Setup) -> Group:
         if kind == "params" and setup.spec.experts:
             weight_bytes = find_recipe(setup.recipe).weight_bytes
             for words, part in PARAMS_BY.items():
-                num_bytes = told["layers_params"][part] * weight_bytes
-                table.add_row(f"  layers, {words}", "", format_bytes(num_bytes))
+                num_bytes = told["params_on_rank"][part] * weight_bytes
+                table.add_row(f"  {words}", "", format_bytes(num_bytes))
     for part, num_bytes in told["activation_bytes"].items():
         if num_bytes:
             table.add_row(f"  {part}", "", format_bytes(num_bytes))
     table.add_row("all", format_bytes(told["total_bytes"]), "")
     table.add_row(f"{setup.device.name} holds", format_bytes(told["limit_bytes"]), "")
-    return Group(table, "", "\n".join(_sentences(setup, told)))
+    return Group(table, "", Text("\n".join(_sentences(setup, told))))
 
 
 def _sentences(setup: Setup, told: dict[str, Any]) -> list[str]:
@@ -57,7 +67,9 @@ def _sentences(setup: Setup, told: dict[str, Any]) -> list[str]:
     lines = [
         f"{setup.spec.name}: {size:,} parameters{active} on {ranks} {ranks_word}.",
         f"It {'fits' if told['fits'] else 'does not fit'}: {share:.0%} of the GPU's memory.",
-        f"Largest micro-batch that fits: {told['largest_batch']}.",
+        f"Largest micro-batch that fits: {told['largest_batch']}."
+        if told["largest_batch"]
+        else _how_it_fits(setup),
         f"A step is {told['tokens_a_step']:,} tokens (global batch {batch}) and "
         f"{told['step_flop']:.4g} FLOP; 6ND says {told['six_n_d_flop']:.4g}.",
     ]
@@ -68,7 +80,21 @@ def _sentences(setup: Setup, told: dict[str, Any]) -> list[str]:
     )
     if told["mfu"]:
         lines.append(f"At {setup.step_time_s:g} s a step the MFU is {told['mfu']:.1%}.")
-    return [*lines, f"course memory {told['setup']}"]
+    return lines
+
+
+def _how_it_fits(setup: Setup) -> str:
+    """Return which options make a setup fit for which not even one sequence does."""
+    more = replace(setup, batch=1).with_more_ranks()
+    if more is None:
+        return (
+            f"No --dp up to {setup.dp * 1024} makes it fit, sharded and with full recomputation. "
+            "Try a smaller --seq, or a larger --tp, --pp, --cp or --ep."
+        )
+    names = ("batch", "dp", "zero", "recompute")
+    other = [name for name in names if getattr(more, name) != getattr(setup, name)]
+    words = " ".join(f"--{name} {getattr(more, name)}" for name in other)
+    return f"It fits on {more.parallelism.world_size} ranks with {words}."
 
 
 def draw_setup(setup: Setup) -> Figure:

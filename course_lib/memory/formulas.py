@@ -72,6 +72,7 @@ def activations(
     number_bytes: int = 2,
     parallelism: Parallelism = ONE,
     stage: int = 0,
+    num_micro_batches: int | None = None,
     num_model_chunks: int = 1,
     kernels: Kernels = PAPER,
 ) -> dict[str, int]:
@@ -81,6 +82,7 @@ def activations(
     recompute         "none", "selective" (attention scores are recomputed) or "full" (only the
                       inputs of the layers are saved)
     stage             pipeline stage: stage s has pp - s micro-batches in flight
+    num_micro_batches of a step: fewer than pp - s are all in flight; None: more
     num_model_chunks  more than 1: interleaved 1F1B, 1 + (pp - 1) / (pp * chunks) times as much
     kernels           PAPER: as the papers count; TORCH_CPU: as autograd on a CPU, to the byte
 
@@ -98,6 +100,7 @@ def activations(
         parallelism=parallelism,
     )
     in_flight, chunks = parallelism.pp - stage, num_model_chunks
+    in_flight = min(in_flight, num_micro_batches or in_flight)
     layers = [
         row
         for kind in stage_kinds(spec, parallelism, stage)

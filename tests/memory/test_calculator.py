@@ -9,6 +9,7 @@ import pytest
 
 from course_lib.cli.commands import main
 from course_lib.core import MODELS, CourseError
+from course_lib.cost.hardware import DEVICES
 from course_lib.memory import count_params, explorer
 from course_lib.memory.calculator import Setup, read_setup
 from course_lib.memory.estimators import (
@@ -62,7 +63,11 @@ def test_mfu_of_a_known_run():
         ("--model gpt5", r"need a preset or the path of a config.json; got 'gpt5'"),
         ("--modle gpt2", r"got '--modle'\. Try --model"),
         ("--seq", "need a value after --seq"),
-        ("--batch two", "need a number for --batch; got 'two'"),
+        ("--batch two", "need a whole number for --batch; got 'two'"),
+        ("--micro-batches 1.5", "need a whole number for --micro-batches; got '1.5'"),
+        ("--step-time-s two", "need a number for --step-time-s; got 'two'"),
+        ("runs/config.json", r"got 'runs/config.json'\. Try --model runs/config.json"),
+        ("llama-8b", r"Try --model llama-8b"),
         ("--batch -3", "need batch as a whole number above 0; got -3"),
         ("--tp 3", "need num_heads of llama-8b divisible by tp; got 32 and 3"),
         ("--zero 7", "need zero as 0, 1, 2 or 3; got 7"),
@@ -93,6 +98,69 @@ def test_course_memory_prints_a_table_that_ends_in_its_own_line(capsys):
     assert out.rstrip().endswith("course memory --model llama-8b --gpu h100 --dp 8 --zero 2")
     for words in ("8,030,261,248 parameters on 8 ranks", "optim_state", "80 GiB", "It fits: 61%"):
         assert words in out
+
+
+PARTS = [
+    "--model llama-8b",
+    "--model llama-8b --pp 8 --micro-batches 3",
+    "--model llama-8b --pp 8 --micro-batches 30 --tp 2",
+    "--model qwen3-30b-a3b --gpu h100 --dp 8 --ep 8 --pp 4",
+    "--model qwen3-30b-a3b --gpu h100 --dp 8 --ep 4 --zero 3 --tp 2 --sequence-parallel",
+    "--model deepseek-v3 --gpu h200 --dp 8 --ep 8 --pp 8 --zero 1",  # layers of two kinds
+]
+
+
+@pytest.mark.parametrize("line", PARTS)
+def test_the_parts_of_a_rank_add_up_to_their_kind(line):
+    told = read_setup(line).accounting()
+    assert sum(told["activation_bytes"].values()) == told["most_bytes"]["activations"]
+    held = 2 * sum(told["params_on_rank"].values())
+    assert held == pytest.approx(told["most_bytes"]["params"], abs=16)  # rounded up by part
+
+
+@pytest.mark.parametrize("line", PARTS)
+def test_where_nothing_fits_it_says_what_does(line):
+    setup = replace(read_setup(line), gpu="a6000", batch=2)
+    more = setup.with_more_ranks()
+    assert more is None or (more.fits and more.zero and more.dp % setup.dp == 0)
+    half = more and more.dp > setup.dp and replace(more, dp=more.dp // 2)
+    assert not half or not half.fits
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--model llama-8b --gpu h100", "It fits on 2 ranks with --dp 2 --zero 3."),
+        ("--model llama-8b --seq 1000000", "No --dp up to 1024 makes it fit"),
+        ("--model gpt2 --seq 64", "Largest micro-batch that fits:"),
+    ],
+)
+def test_course_memory_says_how_it_fits(capsys, line, sentence):
+    assert sentence in course(capsys, *line.split())[1]
+
+
+def test_course_memory_prints_a_long_line_whole(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    line = (
+        "--model deepseek-v3 --gpu h200 --seq 2048 --recompute full --dp 32 --pp 8 --zero 1 --ep 8"
+    )
+    assert course(capsys, *line.split())[1].rstrip().endswith(f"\ncourse memory {line}")
+    with_signs = [word.replace(" ", "=") for word in line.replace("--", "\n--").split("\n")[1:]]
+    assert read_setup([word.strip("=") for word in with_signs]) == read_setup(line)
+
+
+def test_course_memory_lists_the_presets(capsys):
+    code, out, _ = course(capsys, "--model", "list")
+    assert code == 0
+    assert "llama-8b" in out
+
+
+def test_the_help_names_every_option(capsys):
+    out = course(capsys, "--help")[1]
+    for name in Setup.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in out
+    for gpu in DEVICES:
+        assert gpu in out
 
 
 def test_course_memory_as_json_is_the_same_accounting(capsys):
