@@ -28,7 +28,9 @@ NO_WEIGHT = re.compile(r".*(\.(attn|attention)\.(masked_)?bias|rotary_emb\.inv_f
 
 
 def from_hugging_face(folder: Path, out: Folder, progress: Reported | None = None) -> Checkpoint:
-    """Save a model of transformers as step 0 of a run, from which training starts.
+    """Save the weights of a model of transformers as a checkpoint of step 0.
+
+    `load` reads them into a GPT; `--resume` refuses them, as they have no optimizer state.
 
     folder   with config.json, and model.safetensors or several files with their index
 

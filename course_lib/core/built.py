@@ -31,10 +31,15 @@ def check_built(spec: ModelSpec, where: str = "GPT") -> None:
     """Check that GPT builds all parts of a model. Raises: CourseError, which names the field"""
     for field, values in BUILT.items():
         if (value := getattr(spec, field)) not in values:
+            said = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}..."
+            advice = (
+                f"Try replace(spec, {field}={values[0]!r}), which is another model, or only count"
+            )
+            if where.startswith("--"):  # an option: there is no spec to replace a field of
+                advice = "Try a model that can be trained (docs/models.md); course memory counts"
             raise CourseError(
                 f"{where}: need {field} {' or '.join(map(repr, values))}, as GPT builds no other; "
-                f"model {spec.name} has {repr(value)[:60]}. Try replace(spec, {field}="
-                f"{values[0]!r}), which is another model, or only count this one."
+                f"model {spec.name} has {said}. {advice} this one."
             )
     if spec.rope.scaling and spec.positions == "rope":
         llama3_scaling(spec, where)

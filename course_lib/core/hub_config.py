@@ -44,7 +44,7 @@ def read_values(path: Path, values: dict[str, Any]) -> ModelSpec:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CourseError(
             f"{path}: need model_type {', '.join((*FAMILIES, *NESTED))}; got {repr(kind)[:60]}. "
-            "Try ModelSpec(...) with the sizes yourself."
+            "Other families have other parameters. Try one of these, or ModelSpec(...) in Python."
         )
     config = Config(path, values, USUAL[kind])
     try:

@@ -238,7 +238,7 @@ def _gemma(config: Config) -> Fields:
 
 
 def _gemma2(config: Config, rope: Rope | None = None, every: int = 2) -> Fields:
-    config.read.add("hidden_act")
+    config.read.update(("hidden_act", "sliding_window_size"))  # transformers reads neither
     return {
         **part.rms_decoder(config, rope=rope, act="hidden_activation"),
         **part.heads(config),

@@ -81,7 +81,8 @@ def legend(steps: Sequence[PredictedStep]) -> str:
     plan = steps[0].plan
     words = [
         f"{plan.num_micro_batches} x {plan.micro_batch}: per step, each of the dp replicas "
-        f"computes {plan.num_micro_batches} micro-batches of {plan.micro_batch}"
+        f"computes {plan.num_micro_batches} micro-batch{'es' * (plan.num_micro_batches > 1)} of "
+        f"{plan.micro_batch}"
     ]
     plans = [step.plan for step in steps]
     stages = sorted({plan.parallelism.zero for plan in plans} - {0})
@@ -137,6 +138,8 @@ def _elsewhere(step: PredictedStep, name: str) -> str:
     other_s = predict(step.model, elsewhere, step.plan, simulated=simulated).step_s
     bias = "optimistic" if other_s > step.step_s else "pessimistic"
     of = "FSDP" if zero == 3 else f"ZeRO-{zero}"
+    if f"{other_s:.2f}" == f"{step.step_s:.2f}":
+        return f"With the constants of {other.title}, which has {of}, {name} takes as long."
     return (
         f"The time of {name} is {bias} for {of}: with the constants of {other.title} it takes "
         f"{other_s:.2f} s instead of {step.step_s:.2f} s "

@@ -224,6 +224,13 @@ def _model(options: dict[str, Any]) -> ModelSpec:
     spec = read_config(name) if name.endswith(".json") else ENCODERS.get(name) or find_model(name)
     if "hidden" in given:
         given["ffn_hidden"] = 4 * given["hidden"]
+    heads, kv_heads = given.get("num_heads"), spec.num_kv_heads
+    if heads and kv_heads and heads % kv_heads:
+        raise CourseError(
+            f"--heads: need a multiple of the {kv_heads} heads of keys and values of {spec.name}; "
+            f"got {heads}. Try --heads {-(-heads // kv_heads) * kv_heads}, or another "
+            "num_key_value_heads in a copy of its config.json."
+        )
     return replace(spec, **given, name="own") if given else spec
 
 

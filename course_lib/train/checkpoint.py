@@ -112,6 +112,11 @@ def check_identity(path: str, saved: Mapping[str, Any], wanted: Mapping[str, Any
 
     Raises: CourseError, with the first difference, for a checkpoint of another run
     """
+    if saved.keys() == {"model"}:  # course checkpoint convert --to course wrote it
+        raise CourseError(
+            f"--resume: need a checkpoint of a training run; {path} has weights without optimizer "
+            "state. Try course_lib.checkpoint.load, which reads them into a GPT."
+        )
     for name in {**wanted, **saved}:
         before, value = saved.get(name), wanted.get(name)
         if before == value:

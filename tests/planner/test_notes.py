@@ -85,6 +85,8 @@ def test_only_words_that_occur_are_explained():
     said = legend(steps[:1])
     assert said.startswith("8 x 2: per step, each of the dp replicas computes 8 micro-batches of 2")
     assert "zero3" in said
+    (one,) = steps_of(replace(SHARDED, num_micro_batches=1))
+    assert "computes 1 micro-batch of 2;" in legend([one])
     assert not any(word in said for word in ("zero1", "sp:", "chunks", "1f1b", "recompute"))
     said = legend(steps)
     assert all(word in said for word in ("zero1:", "sp:", "chunks:", "interleaved:"))
