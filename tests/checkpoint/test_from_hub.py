@@ -18,6 +18,7 @@ from course_lib.core.hub_config import read_config
 from course_lib.core.presets import MODELS
 from course_lib.core.specs import Rope
 from course_lib.models import GPT, token_batch
+from course_lib.train.checkpoint import check_identity
 from tests.models.test_beside_transformers import CASES, theirs
 
 SAME_NAMES = [case for case in CASES if not case.startswith("phi3")]  # joined matrices: a mistral
@@ -51,6 +52,14 @@ def test_there_and_back(hub):
         assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
     else:
         assert replace(read_config(folder / "again/config.json"), name=spec.name) == spec
+
+
+def test_training_does_not_resume_from_weights_alone(tmp_path):
+    model = theirs(*CASES["gpt2"])
+    model.save_pretrained(tmp_path / "hub")
+    weights = from_hugging_face(tmp_path / "hub", tmp_path / "own")
+    with pytest.raises(CourseError, match="need a checkpoint of a training run"):
+        check_identity(weights.path, weights.run, {"model": weights.run["model"], "seq": 64})
 
 
 def test_files_without_the_models_prefix_and_with_old_buffers(tmp_path):

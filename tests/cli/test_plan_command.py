@@ -138,6 +138,13 @@ def test_a_config_json_is_planned_like_the_preset_of_its_sizes(plan, tmp_path, c
     assert "need a config.json" in error
 
 
+def test_more_tokens_than_learned_positions_are_refused(plan):
+    code, _, error = plan("--model", "gpt2-medium", "--cluster", "selene-a100", "--seq", "4096")
+    assert code == 1
+    assert "--seq: need at most 1024, the learned positions of gpt2-medium; got 4096" in error
+    assert error.endswith("Try --seq 1024.\n")
+
+
 def test_the_presets_and_the_clusters_are_listed(plan, monkeypatch):
     code, said, _ = plan("--model", "list")
     assert code == 0

@@ -98,4 +98,13 @@ def test_what_is_not_built_is_one_sentence(asked, capsys, monkeypatch):
         asked("mixtral", "")
     said = capsys.readouterr().err
     assert "--model: need experts None, as GPT builds no other; model mixtral has Experts(" in said
+    assert "course memory counts this one" in said
     assert len(said.splitlines()) == 1
+
+
+def test_heads_that_the_files_keys_and_values_do_not_divide_are_one_sentence(asked, capsys):
+    with pytest.raises(AssertionError):
+        asked("mistral", "--heads 3")
+    said = capsys.readouterr().err
+    assert "--heads: need a multiple of the 2 heads of keys and values of mistral; got 3" in said
+    assert "Try --heads 4" in said
