@@ -52,12 +52,14 @@ def score_pairs(
     """Return the pairs of query and key of one sequence whose score counts.
 
     Without a window seq² of them, or half with causal=True. A sliding window leaves each query
-    `window` keys; chunks of that size leave it those of its chunk.
+    `window` keys; chunks of that size, of which the last may be shorter, leave it those of its own.
     """
     size = seq if window is None else min(window, seq)
-    if not causal:
-        return seq * size
-    return seq * size // 2 if chunked else seq * size - size * size // 2
+    if chunked:
+        whole, rest = divmod(seq, size)
+        pairs = whole * size * size + rest * rest
+        return pairs // 2 if causal else pairs
+    return seq * size - size * size // 2 if causal else seq * size
 
 
 def train_step_flop(

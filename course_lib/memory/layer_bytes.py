@@ -179,8 +179,9 @@ class Pass:
         rows = []
         for name, size in (("q", latent.q_rank), ("k and v", latent.kv_rank)):
             if size is not None:
-                rows += self._norm(f"{name}'s latent", size, 1)
-                rows += _rows("attention", (f"normed latent of {name}", self._numbers(size), 1))
+                rows += self._norm(f"{name}'s latent", size, self.norm_split, rms=True)
+                normed = (f"normed latent of {name}", self._numbers(size), self.norm_split)
+                rows += _rows("attention", normed)
         return rows
 
     def _mlp(self) -> list[Kept]:
@@ -222,11 +223,20 @@ class Pass:
         return rows
 
     def _norm(
-        self, name: str, width: int | None = None, split: int | None = None, heads: int = 1
+        self,
+        name: str,
+        width: int | None = None,
+        split: int | None = None,
+        heads: int = 1,
+        *,
+        rms: bool = False,
     ) -> list[Kept]:
-        """Return what a norm saves: over hidden, or over each of some heads of that width."""
+        """Return what a norm saves: over hidden, or over each of some heads of that width.
+
+        rms   it is an RMSNorm, whatever the others are
+        """
         kernels, split = self.kernels, self.norm_split if split is None else split
-        rms = self.spec.norm == "rms" or width is not None
+        rms = rms or self.spec.norm == "rms"
         numbers = self.tokens * (self.spec.hidden if width is None else width)
         size = numbers * 4 * 2  # the input and the normed input, in fp32
         if not rms or kernels.fused_rms:

@@ -29,6 +29,8 @@ LINES = [
     "--model gpt2 --gpu laptop --recipe fp32 --seq 512 --unfused --dropout",
     "--model llama-405b --gpu h200 --tp 8 --pp 16 --dp 8 --zero 1 --recompute full "
     "--sequence-parallel --step-time-s 12.5",
+    # the first 3 of 61 layers are dense: a stage in the middle is the fullest
+    "--model deepseek-v3 --gpu h200 --pp 16 --dp 8 --ep 8 --zero 1 --seq 1024",
 ]
 
 

@@ -128,6 +128,20 @@ def test_latent_attention_keeps_one_small_vector():
     assert rows["normed latent of k and v"] == 8 * 12 * 2
 
 
+def test_latent_vectors_are_of_a_ranks_own_tokens_with_sequence_parallelism():
+    """Their matrices are not split: a rank computes them, and their norms, for its tokens."""
+    base = {**ROUTED.__dict__, "num_kv_heads": None, "latent": LATENT, "experts": None}
+    saved = {}
+    for is_split in (False, True):
+        axes = Parallelism(tp=2, sequence_parallel=is_split)
+        one = Pass(spec=ModelSpec(**base), batch=1, seq=8, parallelism=axes)
+        saved[is_split] = {row.name: row.num_bytes for row in one.layer()}
+    for name in ("q", "k and v"):
+        for row in (f"normed latent of {name}", f"input of the {name}'s latent norm"):
+            assert saved[True][row] == saved[False][row] / 2
+        assert saved[True][name] == saved[False][name]
+
+
 @pytest.mark.parametrize("seq", [1, 5, 16])
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 99])
 def test_pairs_of_a_window_are_those_of_its_mask(seq, window):
@@ -138,9 +152,10 @@ def test_pairs_of_a_window_are_those_of_its_mask(seq, window):
     assert abs(score_pairs(seq, window, causal=True) - sliding) <= min(
         size, seq
     )  # half the diagonal
-    chunked = int(((behind >= 0) & (keys[:, None] // size == keys[None] // size)).sum())
-    if seq % size == 0:
-        assert abs(score_pairs(seq, window, True, True) - chunked) <= seq
+    chunks = keys[:, None] // size == keys[None] // size  # the last one may be shorter
+    assert score_pairs(seq, window, chunked=True) == int(chunks.sum())
+    causal = int((chunks & (behind >= 0)).sum())
+    assert abs(score_pairs(seq, window, chunked=True, causal=True) - causal) <= (seq + 1) / 2
     assert score_pairs(seq, window) == seq * min(size, seq)
 
 

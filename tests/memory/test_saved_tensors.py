@@ -21,7 +21,12 @@ GPT2 = replace(
 LLAMA = replace(
     GPT2, num_kv_heads=2, gated=True, norm="rms", positions="rope", bias=False, tied=False
 )
-SPECS = {"gpt": GPT2, "llama": LLAMA, "rms and bias": replace(GPT2, norm="rms", gated=True)}
+SPECS = {
+    "gpt": GPT2,
+    "llama": LLAMA,
+    "rms and bias": replace(GPT2, norm="rms", gated=True),
+    "normed heads": replace(GPT2, qk_norm="head"),
+}
 
 
 def batch_of(spec, batch, seq):

@@ -101,3 +101,23 @@ def test_the_predicted_peak_is_the_measured_one(how, layers, heads, batch):
         given=[*model.parameters(), inputs, targets],
     )
     assert predicted_peak_bytes(one, how) == ledger.peak_bytes()
+
+
+@pytest.mark.parametrize("how", CHOOSE)
+@pytest.mark.parametrize(
+    "more", [{"qk_norm": "head"}, {"window": 5, "window_layers": (0,)}], ids=["normed", "mixed"]
+)
+@pytest.mark.parametrize(("flash", "dropout"), [(True, 0.0), (False, 0.1), (False, 0.0)])
+def test_the_predicted_peak_of_layers_that_differ_is_the_measured_one(how, more, flash, dropout):
+    sizes = {"hidden": 64, "num_layers": 3, "num_heads": 4, "ffn_hidden": 256, "vocab": 48}
+    spec = ModelSpec(**sizes, max_seq=96, **more)
+    model = GPT(spec, flash=flash, dropout=dropout)
+    inputs, targets = next_tokens(token_batch(0, batch=2, seq=96, vocab=48))
+    CHOOSE[how](model)
+    how_saved = {"flash": flash, "dropout": dropout > 0, "kernels": TORCH_CPU}
+    one = Pass(spec=spec, batch=2, seq=96, number_bytes=4, **how_saved)
+    ledger = activation_ledger(
+        lambda: token_loss(model(inputs), targets).backward(),
+        given=[*model.parameters(), *model.buffers(), inputs, targets],
+    )
+    assert predicted_peak_bytes(one, how) == ledger.peak_bytes()
