@@ -67,8 +67,9 @@ def rotary(config: Config, theta: str = "rope_theta", share: str = "partial_rota
 def rope_rules(config: Config, given: dict[str, Any], theta: float, share: float) -> Rope:
     rules = {key: value for key, value in given.items() if value is not None}
     theta, share = rules.pop("rope_theta", theta), rules.pop("partial_rotary_factor", share)
-    if "type" in rules:
-        rules["rope_type"] = rules.pop("type")
+    kind = rules.pop("type", None)  # the older name
+    if kind is not None and rules.setdefault("rope_type", kind) != kind:
+        config.refuse("rope_scaling", "need the same type and rope_type")
     if rules.get("rope_type", "default") == "default":
         rules.pop("rope_type", None)
     plain = {k: repr(v) if isinstance(v, list | dict) else v for k, v in rules.items()}

@@ -160,6 +160,11 @@ def test_a_field_that_is_not_there_has_the_value_of_transformers(kind):
         ("llama", {"vocab_size": [1]}, "vocab_size: need a whole number"),
         ("llama", {"layer_types": ["full_attention"]}, "the field 'layer_types'"),
         ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder: need False"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 2.0}},
+            "rope_scaling: need the same type and rope_type",
+        ),
         ("mistral", {"attention_bias": True}, "the field 'attention_bias'"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok: need at most num_local_exp"),
         ("mixtral", {"num_experts": 8}, "num_local_experts: need the same as num_experts; got 4"),
