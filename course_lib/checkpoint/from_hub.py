@@ -4,6 +4,7 @@ Notebook 14_checkpoint.
 """
 
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -72,8 +73,13 @@ def load_hugging_face(
         if progress:
             progress(total * done // len(wanted), total)
     if spec.tied:
-        where.pop("lm_head.weight", None)
         state["head.weight"] = state["embedding.weight"]
+        head = where.pop("lm_head.weight", None)  # some files have the tied matrix twice
+        if head is not None and not torch.equal(_read(head), state["head.weight"]):
+            raise CourseError(
+                f"{folder}: need lm_head.weight equal to the embedding, as config.json ties them; "
+                "got another matrix. Try tie_word_embeddings false in a copy of config.json."
+            )
     if rest := [name for name in where if not NO_WEIGHT.fullmatch(name)]:
         raise CourseError(
             f"{folder}: need the tensors of a {family} with these sizes; {rest[0]} is none of them."
@@ -96,9 +102,11 @@ def _tensors_in(folder: Path, prefix: str) -> dict[str, tuple[Path, str]]:
     where: dict[str, tuple[Path, str]] = {}
     for path in files:
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would block
+                raise OSError("a folder, a pipe or a device")
             with safe_open(path, framework="pt") as file:
                 where |= {name: (path, name) for name in file.keys()}  # noqa: SIM118, no mapping
-        except (OSError, SafetensorError) as problem:
+        except (OSError, ValueError, SafetensorError) as problem:
             raise CourseError(f"{path}: need a safetensors file; got {problem}.") from None
     if any(name.startswith(f"{prefix}.") for name in where):
         return where

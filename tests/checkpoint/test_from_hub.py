@@ -1,6 +1,7 @@
 """Models of transformers become checkpoints and go back: the same logits, the same tensors."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -99,11 +100,26 @@ def test_files_that_do_not_fit_are_one_sentence(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CourseError, match="need a safetensors file"):
         load_hugging_face(tmp_path)
+    os.mkfifo(tmp_path / "model.safetensors")  # opening it would wait for ever
+    with pytest.raises(CourseError, match="need a safetensors file; got a folder, a pipe"):
+        load_hugging_face(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CourseError, match="need experts None, as GPT builds no other"):
         load_hugging_face(tmp_path)
+
+
+def test_a_tied_model_whose_file_has_another_head_is_refused(tmp_path):
+    model = theirs(*CASES["llama"])
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    changed({**tensors, head: tensors[embedding].clone()}, tmp_path)
+    with pytest.raises(CourseError, match=r"need lm_head\.weight equal to the embedding"):
+        changed({**tensors, head: tensors[embedding] + 1}, tmp_path)
 
 
 def test_the_command(tmp_path):
