@@ -12,7 +12,7 @@ Notebook 01b_speed.
 """
 
 from course_lib.core.errors import CourseError
-from course_lib.core.layers import layer_kinds, matrices
+from course_lib.core.layers import LayerKind, layer_kinds, layers, matrices
 from course_lib.core.specs import ModelSpec
 
 EXPERTS = ("experts", "router")  # operations that only a model with experts has
@@ -28,22 +28,31 @@ def forward_flop(spec: ModelSpec, batch: int, seq: int, *, causal: bool = False)
 
     Source:  Narayanan et al. 2021 (Megatron-LM), appendix: 24Bsh² + 4Bs²h per layer, 2BshV
     """
-    each = {"attention": 0, "mlp": 0, "experts": 0, "router": 0, "scores": 0}  # a token
-    for layer, count in layer_kinds(spec).items():
-        for one in matrices(spec, layer):
-            each[one.part] += count * one.inputs * one.outputs * one.active
-        heads = spec.num_heads * (spec.head_size + spec.value_size)  # q times k, weights times v
-        each["scores"] += count * heads * score_pairs(seq, layer.window, spec.chunked, causal)
-    tokens = batch * seq
-    flop = {
-        "attention projections": 2 * tokens * each["attention"],
-        "attention scores": 2 * batch * each["scores"],
-        "mlp": 2 * tokens * each["mlp"],
-        "experts": 2 * tokens * each["experts"],
-        "router": 2 * tokens * each["router"],
-        "logits": 2 * tokens * spec.hidden * spec.padded_vocab,
-    }
+    flop = dict.fromkeys(("attention projections", "attention scores", "mlp", *EXPERTS), 0)
+    for kind, count in layer_kinds(spec).items():
+        for name, one in layer_flop(spec, batch, seq, kind, causal=causal).items():
+            flop[name] += count * one
+    flop["logits"] = 2 * batch * seq * spec.hidden * spec.padded_vocab
     return flop if spec.experts else {k: v for k, v in flop.items() if k not in EXPERTS}
+
+
+def layer_flop(
+    spec: ModelSpec, batch: int, seq: int, kind: LayerKind, *, causal: bool = False
+) -> dict[str, int]:
+    """Return the FLOP of one forward pass of a layer of that kind, by operation."""
+    heads = spec.num_heads * (spec.head_size + spec.value_size)  # q times k, weights times v
+    pairs = score_pairs(seq, kind.window, spec.chunked, causal)
+    flop = {"attention projections": 0, "attention scores": 2 * batch * heads * pairs}
+    for one in matrices(spec, kind):
+        name = "attention projections" if one.part == "attention" else one.part
+        flop[name] = flop.get(name, 0) + 2 * batch * seq * one.inputs * one.outputs * one.active
+    return flop
+
+
+def layers_flop(spec: ModelSpec, batch: int, seq: int) -> list[int]:
+    """Return the FLOP of one forward pass of each layer, first to last."""
+    each = {kind: sum(layer_flop(spec, batch, seq, kind).values()) for kind in layer_kinds(spec)}
+    return [each[kind] for kind in layers(spec)]
 
 
 def score_pairs(

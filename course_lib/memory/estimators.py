@@ -130,7 +130,7 @@ def deepspeed_estimate(spec: ModelSpec, zero: int = 2, ranks: int = 1) -> Estima
         raise _missing("deepspeed") from problem
     num_params, how = count_params(spec), {"num_gpus_per_node": ranks, "cpu_offload": False}
     if zero == 3:
-        largest = max(spec.vocab * spec.hidden, spec.hidden * spec.ffn_hidden)
+        largest = max(spec.padded_vocab, spec.ffn_hidden) * spec.hidden
         told = stage3.estimate_zero3_model_states_mem_needs(num_params, largest, **how)
     else:
         told = stage_1_and_2.estimate_zero2_model_states_mem_needs(num_params, **how)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from course_lib.core.errors import CourseError
-from course_lib.core.layers import LayerKind, layers, weights
+from course_lib.core.layers import LayerKind, layer_kinds, layers, weights
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.recipes import BF16, Recipe, find_recipe
 from course_lib.core.records import Ledger
@@ -86,9 +86,15 @@ def activations(
     num_model_chunks  more than 1: interleaved 1F1B, 1 + (pp - 1) / (pp * chunks) times as much
     kernels           PAPER: as the papers count; TORCH_CPU: as autograd on a CPU, to the byte
 
-    Raises:  CourseError for another `recompute`; ShapeError for sizes that do not divide
+    Raises:  CourseError for another `recompute`, and for model chunks of layers that differ, as a
+             stage's are then not those next to each other; ShapeError for sizes that do not divide
     Source:  Korthikanti et al. 2022, equations 1 to 6: sbh(34 + 5as/h) bytes per layer of a GPT
     """
+    if num_model_chunks > 1 and len(layer_kinds(spec)) > 1:
+        raise CourseError(
+            f"activations: need num_model_chunks=1 for a model whose layers differ; got "
+            f"{num_model_chunks} and {spec.name}. Try course_lib.planner, which deals them out."
+        )
     one = Pass(
         spec=spec,
         batch=batch,

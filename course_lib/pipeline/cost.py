@@ -12,7 +12,7 @@ from typing import NamedTuple
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.presets import MODELS
 from course_lib.core.specs import ModelSpec
-from course_lib.cost.flops import forward_flop
+from course_lib.cost.flops import forward_flop, layers_flop
 from course_lib.cost.published import rows
 from course_lib.pipeline.actions import Schedule
 from course_lib.pipeline.balance import balance_stages, stage_times
@@ -305,8 +305,6 @@ def h100_stages() -> H100Stages:
     )
 
 
-def _layer_flop(spec: ModelSpec, seq: int) -> list[float]:
+def _layer_flop(spec: ModelSpec, seq: int) -> list[int]:
     """Return the forward FLOP of embedding, each block, and output layer."""
-    flop = forward_flop(spec, 1, seq)
-    head = flop.pop("logits")
-    return [0.0, *[sum(flop.values()) / spec.num_layers] * spec.num_layers, head]
+    return [0, *layers_flop(spec, 1, seq), forward_flop(spec, 1, seq)["logits"]]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from course_lib.collectives.group import GroupMember
 from course_lib.core.errors import CourseError
 from course_lib.core.specs import ModelSpec
-from course_lib.cost.flops import forward_flop
+from course_lib.cost.flops import forward_flop, layers_flop
 from course_lib.data_parallel.composition import PIPELINE, mark_split, splits_of
 from course_lib.data_parallel.guarded import guard
 from course_lib.models import GPT
@@ -147,9 +147,8 @@ def _layer_times(whole: GPT | Sequence[nn.Module] | nn.Sequential) -> list[float
     if not isinstance(whole, GPT):
         return [1.0] * len(whole)
     spec = whole.spec
-    flop = forward_flop(spec, 1, spec.max_seq)
-    head = flop.pop("logits")
-    return [0.0, *[sum(flop.values()) / spec.num_layers] * spec.num_layers, head]
+    head = forward_flop(spec, 1, spec.max_seq)["logits"]
+    return [0, *layers_flop(spec, 1, spec.max_seq), head]
 
 
 def _piece(whole: GPT | Sequence[nn.Module] | nn.Sequential, first: int, end: int) -> nn.Module:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from course_lib.core import ModelSpec, Parallelism
+from course_lib.core import CourseError, ModelSpec, Parallelism
 from course_lib.core.layers import LayerKind, layers, matrices
 from course_lib.core.specs import Experts, LatentAttention
-from course_lib.cost.flops import forward_flop, score_pairs
+from course_lib.cost.flops import forward_flop, layers_flop, score_pairs
 from course_lib.cost.params import (
     active_params,
     count_params,
@@ -157,6 +157,20 @@ def test_pairs_of_a_window_are_those_of_its_mask(seq, window):
     causal = int((chunks & (behind >= 0)).sum())
     assert abs(score_pairs(seq, window, chunked=True, causal=True) - causal) <= (seq + 1) / 2
     assert score_pairs(seq, window) == seq * min(size, seq)
+
+
+def test_the_flop_of_layers_are_their_own():
+    some = ModelSpec(**{**ROUTED.__dict__, "window": 4, "window_layers": (1,)})
+    each, flop = layers_flop(some, 2, 32), forward_flop(some, 2, 32)
+    assert sum(each) == sum(flop.values()) - flop["logits"]
+    pairs = 32 * 32 - 32 * 4  # of query and key, that the window leaves out
+    assert each[2] - each[1] == 2 * 2 * 4 * (4 + 4) * pairs
+
+
+def test_model_chunks_of_layers_that_differ_are_refused():
+    axes = Parallelism(pp=1)
+    with pytest.raises(CourseError, match="need num_model_chunks=1 for a model whose layers"):
+        activations(ROUTED, 1, 8, parallelism=axes, num_model_chunks=3)
 
 
 def test_windows_are_counted_in_their_layers_only():
