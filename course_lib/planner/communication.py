@@ -15,7 +15,10 @@ from course_lib.planner.cluster import Cluster
 from course_lib.planner.compute import NO_TIME, LayerTime, attention_time
 from course_lib.planner.memory import StageContents
 from course_lib.planner.plan import Plan
-from course_lib.tensor_parallel.cost import tensor_traffic
+from course_lib.tensor_parallel.cost import region_traffic
+
+# messages in front of a region: with sequence parallelism in both passes, else in backward
+ENTERING = (("forward", "all_gather"), ("backward", "reduce_scatter"), ("backward", "all_reduce"))
 
 
 def one_layer(model: ModelSpec, kind: LayerKind | None = None) -> ModelSpec:
@@ -39,7 +42,8 @@ def tensor_s(
 
     With full recomputation the forward's messages are sent again. With sequence parallelism the
     inputs of regions are gathered again in backward, too, but behind a product. Experts need none
-    of these messages, but experts that every token uses do.
+    of these messages, but experts that every token uses do. Latent attention sends its small
+    vectors in place of its input.
 
     Source: Korthikanti et al. 2022, section 4.2.2 (the last is overlapped)
     """
@@ -50,7 +54,7 @@ def tensor_s(
     parts = ["attention 0", "mlp 0"]
     if single.experts and not single.experts.shared_hidden:
         parts.remove("mlp 0")
-    calls = tensor_traffic(
+    calls = region_traffic(
         single,
         plan.micro_batch,
         plan.seq // axes.cp,
@@ -59,14 +63,24 @@ def tensor_s(
     )
     layer, ends = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
     for call in calls:
-        if call.phase != "finish" and call.part in (*parts, "embedding", "head", "loss"):
+        if call.part in (*parts, "embedding", "head", "loss"):
             inside = call.part in parts
+            if call.part == "attention 0" and (call.phase, call.kind) in ENTERING:
+                call = replace(call, num_bytes=_entering_bytes(model, call.num_bytes))
             (layer if inside else ends)[call.phase] += _call_s(call, cluster, axes.tp)
     again_s = layer["forward"] if plan.recompute == "full" else 0.0
     return (
         LayerTime(layer["forward"], layer["backward"] + again_s),
         LayerTime(ends["forward"], ends["backward"]),
     )
+
+
+def _entering_bytes(model: ModelSpec, num_bytes: int) -> int:
+    """Return the bytes in front of the matrices of attention that are split, of those of hidden."""
+    if (latent := model.latent) is None:
+        return num_bytes
+    width = (latent.q_rank or model.hidden) + latent.kv_rank + latent.rope_dim
+    return num_bytes // model.hidden * width
 
 
 def _call_s(call: CollectiveCall, cluster: Cluster, size: int) -> float:

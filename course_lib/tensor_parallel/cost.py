@@ -8,7 +8,7 @@ result; `overlap_saves_s` counts what `overlap=True` hides of it. Notebook 07_te
 
 from dataclasses import dataclass
 
-from course_lib.core.errors import ShapeError
+from course_lib.core.errors import CourseError, ShapeError
 from course_lib.core.layers import vectors
 from course_lib.core.presets import MODELS
 from course_lib.core.specs import ModelSpec
@@ -41,7 +41,8 @@ def tensor_traffic(
                     once more in backward: 5/4 of the bytes of activations; `gathered_bytes` counts
                     the memory that this saves
 
-    Raises:  ShapeError for an empty batch or sequence
+    Raises:  ShapeError for an empty batch or sequence; CourseError for a model with experts, latent
+             attention, or norms of all heads at once, which `parallelize` does not split
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4
     """
     if min(batch, seq, number_bytes) < 1:
@@ -49,6 +50,32 @@ def tensor_traffic(
             "tensor_traffic: need batch, seq and number_bytes above 0; got "
             f"{batch, seq, number_bytes}."
         )
+    numbers = finished_params(spec, tp, sequence_parallel=sequence_parallel)
+    finish = [_call("finish", "norms", "all_reduce", numbers * number_bytes)] * bool(numbers)
+    regions = region_traffic(
+        spec,
+        batch,
+        seq,
+        number_bytes,
+        sequence_parallel=sequence_parallel,
+        gathers_again=gathers_again,
+    )
+    return regions + finish
+
+
+def region_traffic(
+    spec: ModelSpec,
+    batch: int,
+    seq: int,
+    number_bytes: int = 2,
+    *,
+    sequence_parallel: bool = False,
+    gathers_again: bool = False,
+) -> list[CollectiveCall]:
+    """Return the collectives of `tensor_traffic` but the last one: those of parallel regions.
+
+    Each is as large as the residual stream, as for attention and an MLP that `parallelize` splits.
+    """
     residual_bytes = batch * seq * spec.hidden * number_bytes
     enter = "all_gather" if sequence_parallel else ""
     leave = "reduce_scatter" if sequence_parallel else "all_reduce"
@@ -65,9 +92,7 @@ def tensor_traffic(
         again = gathers_again and kind == "all_gather"
         reverse += [(part, "all_gather")] * again + [(part, adjoints.get(kind, ""))]
     backward = [_call("backward", part, kind, residual_bytes) for part, kind in reverse if kind]
-    numbers = finished_params(spec, tp, sequence_parallel=sequence_parallel)
-    finish = [_call("finish", "norms", "all_reduce", numbers * number_bytes)] * bool(numbers)
-    return [*forward, *loss, *backward, *finish]
+    return [*forward, *loss, *backward]
 
 
 def overlap_saves_s(backward_weight_s: float, all_reduce_s: float) -> float:
@@ -98,7 +123,10 @@ def replicated_params(spec: ModelSpec) -> int:
     """Return the number of parameters that each rank holds whole.
 
     These are norms, learned positions, and the biases of row-parallel layers.
+
+    Raises: CourseError as `tensor_traffic`
     """
+    _check_split(spec)
     whole = sum(one.size for one in vectors(spec) if one.pieces == 1)
     biases = spec.hidden * (spec.has_bias("out") + spec.has_bias("mlp"))
     ends = norm_params(spec) + param_parts(spec)["positions"]
@@ -114,12 +142,29 @@ def finished_params(
     of keys and values that several ranks hold the whole matrices with their biases.
 
     num_layers   on this stage of a pipeline; None: the model has one
+
+    Raises: CourseError as `tensor_traffic`
     """
+    _check_split(spec)
     layers = spec.num_layers if num_layers is None else num_layers
     shared = 2 * spec.kv_hidden * (spec.hidden + spec.has_bias("qkv")) * (tp > spec.kv_heads)
     if sequence_parallel:
         return replicated_params(spec) + layers * shared
     return layers * (shared + 2 * spec.head_size * (spec.qk_norm == "head"))
+
+
+def _check_split(spec: ModelSpec) -> None:
+    """Raise CourseError for a model whose layers `parallelize` does not split."""
+    others = {
+        "experts": spec.experts is not None,
+        "latent attention": spec.latent is not None,
+        "norms of all heads at once": spec.qk_norm == "whole",
+    }
+    if strange := [part for part, has in others.items() if has]:
+        raise CourseError(
+            f"tensor_traffic: need a model of attention and MLP, which parallelize splits; "
+            f"{spec.name} has {' and '.join(strange)}. Try course_lib.planner."
+        )
 
 
 def _loss_bytes(tokens: int, number_bytes: int) -> int:

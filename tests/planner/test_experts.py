@@ -17,7 +17,7 @@ from course_lib.cost.params import count_params
 from course_lib.memory.formulas import activations
 from course_lib.planner import Plan, find_cluster, predict
 from course_lib.planner import constants as k
-from course_lib.planner.communication import one_layer, replicas
+from course_lib.planner.communication import one_layer, replicas, tensor_s
 from course_lib.planner.compute import (
     Product,
     attention_time,
@@ -239,6 +239,29 @@ def test_activations_of_each_stage_are_those_of_lesson_01(model, sizes):
         assert bill["activations"] == sum(wanted.values())
 
 
+@pytest.mark.parametrize("sp", [False, True])
+def test_latent_attention_sends_its_small_vectors(sp):
+    """Their matrices are whole on each rank: what enters the split ones is 1536 + 512 + 64 wide."""
+    model = replace(DEEPSEEK, experts=None)
+    narrow, plan = model.latent, placed(dp=1, tp=8, sequence_parallel=sp)
+    width = narrow.q_rank + narrow.kv_rank + narrow.rope_dim
+    usual = replace(model, latent=None, head_dim=64)
+    sent, of_hidden = (tensor_s(one, NODE, plan)[0] for one in (model, usual))
+    num_bytes = 4096 * model.hidden * 2
+    kinds = ("all_gather", "reduce_scatter") if sp else (None, "all_reduce")
+    less = [
+        NODE.collective_s(kind, num_bytes, 8)
+        - NODE.collective_s(kind, num_bytes // model.hidden * width, 8)
+        if kind
+        else 0.0
+        for kind in kinds
+    ]
+    assert [sent.forward_s, sent.backward_s] == pytest.approx(
+        [of_hidden.forward_s - less[0], of_hidden.backward_s - less[1]]
+    )
+    assert sent.backward_s < of_hidden.backward_s
+
+
 def test_sliders_start_at_a_plan_with_experts():
     plan = placed(dp=8, ep=8, zero=1)
     explorer = plan_explorer(MIXTRAL, "dgx-h100", plan)
@@ -335,6 +358,7 @@ def test_megatron_gets_the_experts_and_latent_attention():
         n: str(v) for n, v in wanted.items()
     }
     assert "--multi-latent-attention" in words
+    assert told["--rope-type"] == "rope"  # with latent attention the default is another
     dense = megatron_lm(predict(DENSE["llama-8b"], NODE, placed(dp=8, zero=1))).arguments
     assert not [word for word in dense if "expert" in word or "moe" in word or "lora" in word]
 

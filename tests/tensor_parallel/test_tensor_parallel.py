@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from course_lib.core import ModelSpec
+from course_lib.core import MODELS, CourseError, ModelSpec
 from course_lib.core.links import INFINIBAND, NVLINK
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.shards import Box
@@ -826,6 +826,26 @@ def test_replicated_parameters_are_what_two_ranks_hold_twice(spec):
     twice = 2 * params_on_rank(spec, Parallelism(tp=2)) - count_params(spec)
     both = replicated_params(spec), finished_params(spec, 2, sequence_parallel=True)
     assert (both[0] if spec.kv_heads > 1 else both[1]) == twice
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("mixtral-8x7b", {}, "has experts"),
+        ("deepseek-v3", {"experts": None}, "has latent attention"),
+        ("tiny", {"qk_norm": "whole"}, "has norms of all heads at once"),
+    ],
+)
+def test_a_model_that_is_not_split_has_no_traffic(name, more, words):
+    """A router or a latent matrix is whole on every rank: counted as dense, the sums are wrong."""
+    spec = replace(MODELS[name], **more)
+    for count in (
+        lambda: tensor_traffic(spec, 1, 8),
+        lambda: finished_params(spec, 2),
+        lambda: replicated_params(spec),
+    ):
+        with pytest.raises(CourseError, match=words):
+            count()
 
 
 # --- what goes wrong is told
