@@ -29,6 +29,14 @@ TORCHTITAN_SCHEDULES = {
     "zb-v": "ZBVZeroBubble",
 }
 
+MEGATRON_NORM_EPS = 1e-5  # its default
+MEGATRON_SCALING = {  # of --use-rope-scaling; only the factor is an option
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramLaunch:
@@ -276,6 +284,8 @@ def _check_megatron_model(title: str, model: ModelSpec) -> None:
             experts and (experts.bias or experts.router_bias)
         ),
         "gated shared experts": bool(experts and experts.shared_gate),
+        "a scaled rope that is not Llama 3's": bool(model.rope.scaling)
+        and _llama3_factor(model) is None,
         **dict.fromkeys(model.extras, True),
     }
     strange = [part for part, has in parts.items() if has]
@@ -294,10 +304,14 @@ def _megatron_experts(step: PredictedStep) -> Mapping[str, object]:
         options["rotary-base"] = int(rope.theta)
     if model.positions == "rope" and rope.share != 1.0:
         options["rotary-percent"] = rope.share
+    if factor := _llama3_factor(model):
+        options |= {"use-rope-scaling": True, "rope-scaling-factor": factor}
+    if model.norm_eps != MEGATRON_NORM_EPS:
+        options["norm-epsilon"] = model.norm_eps
     if model.head_dim is not None:
         options["kv-channels"] = model.head_dim
     if latent is not None:
-        options["multi-latent-attention"] = True
+        options |= {"multi-latent-attention": True, "rope-type": "rope"}  # its default is YaRN
         options |= {"q-lora-rank": latent.q_rank} if latent.q_rank else {}
         options |= {"kv-lora-rank": latent.kv_rank, "qk-head-dim": latent.nope_dim}
         options |= {"qk-pos-emb-head-dim": latent.rope_dim, "v-head-dim": latent.value_dim}
@@ -325,6 +339,14 @@ def _megatron_experts(step: PredictedStep) -> Mapping[str, object]:
         options["moe-expert-capacity-factor"] = experts.capacity
         options["moe-pad-expert-input-to-capacity"] = True
     return options
+
+
+def _llama3_factor(model: ModelSpec) -> float | None:
+    """Return the factor of Llama 3's scaled rope; None for another rule, or other numbers."""
+    scaling = dict(model.rope.scaling)
+    factor = scaling.pop("factor", None)
+    fits = scaling == MEGATRON_SCALING and model.positions == "rope" and model.latent is None
+    return float(factor) if fits and isinstance(factor, int | float) else None
 
 
 def _layers_per_chunk(title: str, step: PredictedStep) -> int:

@@ -15,6 +15,7 @@ within 30 %. Lesson 13_scaling_study.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from course_lib.core.layers import layers, matrices
 from course_lib.core.recipes import FP32, PURE_BF16, Recipe
 from course_lib.core.records import MEMORY_KINDS, Ledger
 from course_lib.cost.flops import train_step_flop
@@ -204,8 +205,9 @@ def _sent_together(run: StudyRun, num_bytes: int) -> list[ParamTraffic]:
     """Return a layer's messages: whole with FSDP, buckets, or with ZeRO-3 modules."""
     if run.strategy in ("fsdp", "torch-fsdp"):
         return [ParamTraffic(num_bytes=num_bytes)]
-    matrices, norms = 7 if run.spec.gated else 6, 2
-    modules = matrices + norms if run.parallelism.zero == 3 else 1
+    kind = layers(run.spec)[0]
+    norms = run.spec.norms_per_layer + 2 * (run.spec.qk_norm != "none")
+    modules = len(matrices(run.spec, kind)) + norms if run.parallelism.zero == 3 else 1
     parts = max(modules, -(-num_bytes // int(run.bucket_mib * MIB)))
     return [ParamTraffic(num_bytes=num_bytes // parts)] * parts
 
@@ -238,7 +240,7 @@ def _held(run: StudyRun, machine: Machine) -> dict[str, int]:
     at = fullest.totals().index(fullest.peak_bytes())
     held = {kind: fullest.bytes_by_kind[kind][at] for kind in MEMORY_KINDS}
     if run.parallelism.zero == 3:  # one unit is gathered while it is used
-        largest = max(run.spec.vocab * run.spec.hidden, layer_params(run.spec))
+        largest = max(run.spec.padded_vocab * run.spec.hidden, layer_params(run.spec))
         held["buffers"] += largest * RECIPES[run.dtype].weight_bytes
         held["params"] = (
             count_params(run.spec) * RECIPES[run.dtype].weight_bytes // run.parallelism.dp

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from course_lib.core.built import check_built
 from course_lib.core.errors import CourseError, ShapeError
 from course_lib.core.files import read_json
 from course_lib.core.parallelism import Parallelism
@@ -82,6 +83,7 @@ class StudyRun:
         self._need("dtype", self.dtype in DTYPES, " or ".join(DTYPES))
         self._need("bucket_mib", self.bucket_mib * MIB >= KIB, "at least 1 KiB")
         self._need("spec", count_params(self.spec) <= MOST_PARAMS, f"{MOST_PARAMS:.0e} parameters")
+        check_built(self.spec, "StudyRun")  # what the training loop trains, and predictions count
         self.parallelism.check(self.spec)
         parts = self.parallelism.dp * self.num_micro_batches
         if self.ranks != self.parallelism.world_size or self.global_batch % parts:

@@ -84,6 +84,23 @@ def test_course_train_shards_as_the_plan_does(zero, strategy):
     assert "does not recompute" in full.differs[0]
 
 
+def test_megatron_gets_the_norms_and_the_rope_of_the_model():
+    plan = Plan(seq=1024)
+    found = options_of(megatron_lm(predicted(plan, find_model("llama-8b"))))
+    assert found["rope-scaling-factor"] == "8.0"
+    assert "use-rope-scaling" in found
+    assert "norm-epsilon" not in found  # it is Megatron's default
+    llama = find_model("llama-8b")
+    plain = replace(llama, rope=replace(llama.rope, scaling=()), norm_eps=1e-6)
+    found = options_of(megatron_lm(predicted(plan, plain)))
+    assert found["norm-epsilon"] == "1e-06"
+    assert "use-rope-scaling" not in found
+    longer = {**dict(llama.rope.scaling), "original_max_position_embeddings": 4096}
+    other = replace(llama, rope=replace(llama.rope, scaling=tuple(sorted(longer.items()))))
+    with pytest.raises(CourseError, match="a scaled rope that is not Llama 3's"):
+        megatron_lm(predicted(plan, other))
+
+
 def test_megatron_gets_the_plan_and_the_model():
     found = options_of(megatron_lm(predicted(replace(PIPELINE, recompute="full"))))
     sizes = {

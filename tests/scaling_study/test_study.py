@@ -485,3 +485,9 @@ def test_in_bfloat16_every_strategy_trains_alike(pools):
         for step, other in zip(found.steps, alone.steps, strict=True):
             assert step["loss"] == pytest.approx(other["loss"], rel=0.02)
         assert found.run["memory"]["params"] <= 2 * count_params(SPEC) + 64
+
+
+def test_a_run_of_a_model_that_is_not_trained_is_refused():
+    """Counted as a dense one, its messages and its memory would be wrong."""
+    with pytest.raises(CourseError, match="StudyRun: need experts None, as GPT builds no other"):
+        replace(TINY, spec=find_model("mixtral-8x7b"))
