@@ -39,7 +39,7 @@ from course_lib.checkpoint.storage import RemoteStorage, storage_of, sync_folder
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.core.files import read_json, whole_file
-from course_lib.core.plain_values import build
+from course_lib.core.plain_values import as_read_back, build
 
 NAME = re.compile(r"dcp-[0-9]{8,18}")
 
@@ -83,7 +83,7 @@ def save_dcp(
     Cost:    each byte of the state is written once; three all_gather_objects, and DCP's own
     Raises:  CourseError where it cannot be written, and for a folder of another run
     """
-    about = _About(step, dict(run or {}))
+    about = _About(step, as_read_back(run or {}))
     path = from_first(lambda: _place(folder, about, keep), group)
     found = list[LocalState]()
     from_all(lambda: found.append(collect(state)), group)

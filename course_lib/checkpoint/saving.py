@@ -39,6 +39,7 @@ from course_lib.checkpoint.planning import Offer, merge_values, offer_of, own_te
 from course_lib.checkpoint.storage import Storage, storage_of
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
+from course_lib.core.plain_values import as_read_back
 
 
 def save(
@@ -114,7 +115,7 @@ class Saving:
         if step < 0 or (keep is not None and keep < 1):
             raise CourseError(f"save: need step >= 0 and keep >= 1; got {step} and {keep}.")
         self.storage, self.name, self.rank = storage_of(folder), name_of(step), rank_in(group)
-        self.step, self.keep, self.run = step, keep, dict(run or {})
+        self.step, self.keep, self.run = step, keep, as_read_back(run or {})
         wait_for_pending()
         self.save_id = from_first(self._begin, group)
         local: list[LocalState] = []

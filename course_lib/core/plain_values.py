@@ -1,5 +1,6 @@
 """Build a dataclass from plain values, as JSON gives them, with the type of each looked at."""
 
+import json
 import math
 import types
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,11 @@ def build(kind: Any, value: Any, where: str) -> Any:
     if not _is_plain(kind, value):
         raise CourseError(f"{where}: need {_in_words(kind)}; got {_short(value)}.")
     return value
+
+
+def as_read_back(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values as a JSON file gives them back: tuples are lists then."""
+    return dict(json.loads(json.dumps(dict(values))))
 
 
 def _fields(kind: Any, value: Mapping[str, Any], where: str) -> dict[str, Any]:

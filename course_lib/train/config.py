@@ -4,7 +4,6 @@ Every mistake that can be found before a run starts is reported here, in one sen
 """
 
 import difflib
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import psutil
 
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.core.parallelism import Parallelism
+from course_lib.core.plain_values import as_read_back
 from course_lib.core.specs import ModelSpec, spec_fields
 from course_lib.core.units import format_bytes
 from course_lib.cost.params import count_params
@@ -218,7 +218,7 @@ class TrainConfig:
 
     def identity(self, model: ModelSpec, data: str) -> dict[str, Any]:
         """Return the settings on which the results depend: a resumed run must keep them."""
-        spec = json.loads(json.dumps({**asdict(model), "name": ""}))  # as a checkpoint has it
+        spec = as_read_back({**asdict(model), "name": ""})  # as a checkpoint has it
         names = ["optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch"]
         names += ["clip_norm", "compute_dtype", "momentum", "warmup", "lr_decay"]
         names += ["steps"] * (self.lr_decay is not None)
