@@ -67,7 +67,8 @@ FORMS = Exercise(
         cases=_cases,
         show=_by_form,
         unit=" s",
-        look="Begin with infinite bandwidth: then every form takes as long as it computes.",
+        look="With infinite bandwidth, every form takes as long as it computes. If this is right, "
+        "count the bytes of this form.",
         success="Right for fast links and slow ones, and for heads that p does not divide.",
     ),
     wrong=(
@@ -85,11 +86,18 @@ FORMS = Exercise(
         Edit(RING, "p * max(compute_s / p, block_s)", LAST),
         Edit(RING, "(p - 1) * max(compute_s, block_s) + compute_s", STEP),
         Edit(EXCHANGE, "2 * kv_heads * head_s * (p - 1) / p", ALL_FOUR),
+        Edit(EXCHANGE, "(heads + kv_heads) * head_s * (p - 1) / p", ALL_FOUR),
+        Edit(EXCHANGE, "4 * heads * head_s * (p - 1) / p", ALL_FOUR),
+        Edit(f"{EXCHANGE} + compute_s", f"max({EXCHANGE}, compute_s)", EXPOSED),
         Edit(EXCHANGE, "(heads + 2 * kv_heads) * head_s * (p - 1) / p", ALL_FOUR),
         Edit(EXCHANGE, "2 * (heads + kv_heads) * head_s", KEEPS),
         Edit(EXCHANGE, "2 * (heads + kv_heads) * head_s * (p - 1)", KEEPS),
         Edit("heads % p == 0 and kv_heads % p == 0", "heads % p == 0", IMPOSSIBLE),
         Edit("heads % p == 0 and kv_heads % p == 0", "True", IMPOSSIBLE),
+        Edit("heads % p == 0 and kv_heads % p == 0", "p <= kv_heads", IMPOSSIBLE),
+        Edit("return found", "return {'Ulysses': torch.inf} | found", IMPOSSIBLE),
+        Edit("return found", "return {'Ulysses': None} | found", IMPOSSIBLE),
+        Edit('found["Ulysses"]', 'found["ulysses"]', A_DICT),
         Edit("return found", "return min(found, key=found.get)", A_DICT),
     ),
 )

@@ -19,8 +19,11 @@ def _numbers(*shape: int, first: float = 1.0) -> Tensor:
 
 def _cases() -> list[Case]:
     one = torch.tensor([[10.0]]), torch.tensor([[20.0]])
-    row = torch.tensor([1.0, -2.0, 0.5])
+    row = torch.tensor([1.0, -2.0, 0.5]).double()
     square = _numbers(3, 3), row, _numbers(3, 3, first=4.0), -row
+    tens, up = _numbers(2, 2).float(), torch.tensor([150.0, -151.0])
+    far = tens, up, 10 * tens, up + 1
+    close = one[0].double(), _numbers(1, first=1e5), one[1].double(), _numbers(1, first=1e5 + 3e-3)
     many = _numbers(2, 3, 2, 4), _numbers(2, 3, 2) / 3, _numbers(2, 3, 2, 4, first=9.0)
 
     def apart(lse1: float, lse2: float) -> tuple[Tensor, ...]:
@@ -32,6 +35,8 @@ def _cases() -> list[Case]:
         ("o [2, 3, 2, 4], lse [2, 3, 2]", (*many, _numbers(2, 3, 2, first=0.0) / 2)),
         ("lse 200 and 201 in float32", apart(200.0, 201.0)),
         ("lse -200 and -203 in float32", apart(-200.0, -203.0)),
+        ("lse of one query 150 and 151, of another -151 and -150", far),
+        ("lse 100000 and 100000.003 in float64", close),
         ("an empty second part", apart(2.0, -INF)),
         ("an empty first part", apart(-INF, 2.0)),
         (
@@ -52,6 +57,8 @@ MEAN = Cause("A part whose scores are higher weighs more: its weight is exp(its 
 SWAPPED = Cause("Each output is multiplied by the weight of the other part.")
 LOGARITHM = Cause("lse is a logarithm: the sums of exponentials add up, so add exp(lse), then log.")
 OVERFLOWS = Cause("exp(lse) is inf above 88, and 0 below -103, in float32: torch.logaddexp is not.")
+PER_QUERY = Cause("Each query has its own maximum: what is far below another's becomes exp = 0.")
+PRECISION = Cause("Keep the dtype that you were given: float32 has 8 digits, and float64 has 16.")
 EMPTY = Cause("For a query without any key, -inf - (-inf) is nan: there, subtract 0 instead.")
 BROADCAST = Cause("A weight belongs to a query, so it needs one more dimension: weight[..., None].")
 NOT_DIVIDED = Cause("The weights of the two parts have to add up to 1: subtract the merged lse.")
@@ -68,6 +75,8 @@ def _as_lists(result: Any, o1: Tensor, lse1: Tensor, *_others: Tensor) -> dict[s
     if o.shape != o1.shape or lse.shape != lse1.shape:
         seen = f"need shapes {[*o1.shape]} and {[*lse1.shape]}; got {[*o.shape]}, {[*lse.shape]}"
         raise failed(seen, SHAPES)
+    if (o.dtype, lse.dtype) != (o1.dtype, lse1.dtype):
+        raise failed(f"need {o1.dtype} and {lse1.dtype}; got {o.dtype}, {lse.dtype}", PRECISION)
     return {"o": list(map(_plain, o.flatten())), "lse": list(map(_plain, lse.flatten()))}
 
 
@@ -85,6 +94,7 @@ def _by_lse(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor,
     return weight * o1 + (1 - weight) * o2, torch.logaddexp(lse1, lse2)
 
 
+TOP = "max(lse1.max(), lse2.max())"
 WEIGHTS = "(lse1 - safe).exp(), (lse2 - safe).exp()"
 SAFE, BOTH = "both.masked_fill(both == -torch.inf, 0.0)", "torch.logaddexp(lse1, lse2)"
 SUM = "weight1[..., None] * o1 + weight2[..., None] * o2"
@@ -108,6 +118,14 @@ PARTS = Exercise(
         Edit(BOTH, "lse1 + lse2", LOGARITHM),
         Edit(BOTH, "(lse1.exp() + lse2.exp()).log()", OVERFLOWS),
         Edit(BOTH, "torch.maximum(lse1, lse2)", NOT_DIVIDED),
+        Edit(BOTH, f"{TOP} + ((lse1 - {TOP}).exp() + (lse2 - {TOP}).exp()).log()", PER_QUERY),
+        Edit(
+            f"both = {BOTH}",
+            f"lse1, lse2 = lse1.float(), lse2.float()\nboth = {BOTH}",
+            PRECISION,
+            also=((f"return {SUM}, both", f"return {SUM}, both.to(o1.dtype)"),),
+        ),
+        Edit(f"return {SUM}, both", f"return ({SUM}).float(), both.float()", PRECISION),
         Edit(SAFE, "both", EMPTY),
         Edit(SUM, "weight1 * o1 + weight2 * o2", BROADCAST),
         Edit(f"return {SUM}, both", f"return {SUM}", PAIR),

@@ -1,6 +1,6 @@
 """Exercise 3 of 15_context_parallel: which pairs of chunks a rank computes in a step of a ring."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from course_lib.checks.cases import Case, Cases, whole
@@ -31,7 +31,7 @@ ONE_PAIR = Cause("Compare each of the two query chunks with each of the two key 
 
 def _words(pairs: Any, *_arguments: int) -> str:
     """Return pairs of chunks in words, sorted. Raises: CheckFailed for anything else"""
-    if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+    if not isinstance(pairs, Collection) or isinstance(pairs, str):
         raise failed(f"need a list of pairs; got {pairs!r}", PAIRS)
     found = [(*map(whole, pair),) if isinstance(pair, tuple | list) else () for pair in pairs]
     if any(len(pair) != 2 for pair in found):
@@ -67,6 +67,7 @@ ZIGZAG = Exercise(
         Edit(KEYS, QUERIES, FOREIGN),
         Edit("[(q, k) for", "[(k, q) for", ORDER),
         Edit(RETURN, "[(q, k) for q, k in zip(queries, keys) if k <= q]", ONE_PAIR),
+        Edit(RETURN, f"iter({RETURN})", PAIRS),
         Edit(RETURN, "[q for q in queries for k in keys if k <= q]", PAIRS),
     ),
 )
