@@ -90,11 +90,7 @@ def activations(
              stage's are then not those next to each other; ShapeError for sizes that do not divide
     Source:  Korthikanti et al. 2022, equations 1 to 6: sbh(34 + 5as/h) bytes per layer of a GPT
     """
-    if num_model_chunks > 1 and len(layer_kinds(spec)) > 1:
-        raise CourseError(
-            f"activations: need num_model_chunks=1 for a model whose layers differ; got "
-            f"{num_model_chunks} and {spec.name}. Try course_lib.planner, which deals them out."
-        )
+    _check_chunks(spec, num_model_chunks)
     one = Pass(
         spec=spec,
         batch=batch,
@@ -107,19 +103,22 @@ def activations(
     )
     in_flight, chunks = parallelism.pp - stage, num_model_chunks
     in_flight = min(in_flight, num_micro_batches or in_flight)
-    layers = [
-        row
-        for kind in stage_kinds(spec, parallelism, stage)
-        for row in one.kept_layer(recompute, kind)
-    ]
-    saved = {
-        part: size * (in_flight * chunks + (parallelism.pp - 1) * (chunks > 1)) // chunks
-        for part, size in by_part(layers).items()
-    }
+    kinds = stage_kinds(spec, parallelism, stage)
+    layers = [row for kind in kinds for row in one.kept_layer(recompute, kind)]
+    held = in_flight * chunks + (parallelism.pp - 1) * (chunks > 1)
+    saved = {part: size * held // chunks for part, size in by_part(layers).items()}
     ends = one.embedding() * in_flight if stage == 0 else []
     ends += one.head() if stage == parallelism.pp - 1 else []
     both = {part: saved[part] + size for part, size in by_part(ends).items()}
     return both if spec.experts else {part: both[part] for part in both if part != "experts"}
+
+
+def _check_chunks(spec: ModelSpec, num_model_chunks: int) -> None:
+    if num_model_chunks > 1 and len(layer_kinds(spec)) > 1:
+        raise CourseError(
+            f"activations: need num_model_chunks=1 for a model whose layers differ; got "
+            f"{num_model_chunks} and {spec.name}. Try course_lib.planner, which deals them out."
+        )
 
 
 def kv_cache(spec: ModelSpec, seq: int, *, number_bytes: int = 2) -> int:

@@ -57,7 +57,7 @@ STUDENT = (
         add=("2", "--gpus 1 -- --sizes 4 4096 --turns 3"),
     ),
     Step("course status", "04_collectives-1"),
-    Step("course logs -f 04_collectives-1", "2 ranks; a message takes"),
+    Step("course logs -f 04_collectives-1", "broadcast     4 MiB"),
     Step("course collect", "records of 2 of 2 ranks in runs/04_collectives-1"),
     Step("course submit 06 --nodes 2 --gpus 1 --time 0:10:00 -- --turns 3", TAKEN, add=DRY),
     Step("course submit my_training.py -- --lr 0.1", TAKEN, add=DRY),
