@@ -189,11 +189,11 @@ class Cases:
             what = f"{what}: entry {number}"
         if isinstance(found, str) and not isinstance(wanted, str):
             found = repr(found)
-        unit = self.unit if isinstance(found, Real) else ""
-        words, seen = _cut(plain(wanted)), f"{_cut(plain(found))}{unit}"
+        need, got = (self.unit if isinstance(one, Real) else "" for one in (wanted, found))
+        words, seen = _cut(plain(wanted)), f"{_cut(plain(found))}{got}"
         if words == plain(found) and (off := apart(found, wanted)):
             seen += f", off by {off:.1g}: digits were lost"
-        return f"{what}: need {words}{self.unit}; got {seen}"
+        return f"{what}: need {words}{need}; got {seen}"
 
     def _first_difference(self, wanted: dict[Any, Any], found: dict[Any, Any]) -> tuple[Any, ...]:
         """Return the first key whose values differ, and both values."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from course_lib.core.parallelism import Parallelism
-from course_lib.core.specs import Experts, LatentAttention, ModelSpec
+from course_lib.core.presets import MODELS as PRESETS
+from course_lib.core.specs import Experts, ModelSpec
 from course_lib.cost.flops import train_step_flop
 from course_lib.cost.published import rows
 from course_lib.planner.cluster import Cluster, find_cluster
@@ -17,93 +18,48 @@ from course_lib.planner.published_run import PublishedRun
 
 Row = dict[str, str]
 
-# config.json of mistralai/Mixtral-8x22B-v0.1, Qwen/Qwen3-30B-A3B and Qwen3-235B-A22B,
-# openai/gpt-oss-20b and gpt-oss-120b, deepseek-ai/DeepSeek-V3 and moonshotai/Kimi-K2-Base
-_MIXTRAL = ModelSpec(
-    name="mixtral-8x22b",
-    hidden=6144,
-    num_layers=56,
-    num_heads=48,
-    num_kv_heads=8,
-    ffn_hidden=16384,
-    vocab=32768,
-    max_seq=65536,
-    tied=False,
-    gated=True,
-    norm="rms",
-    positions="rope",
-    bias=False,
-    experts=Experts(count=8, active=2, ffn_hidden=16384),
-)
-_QWEN = replace(
-    _MIXTRAL,
-    name="qwen3-30b-a3b",
-    hidden=2048,
-    num_layers=48,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    vocab=151936,
-    qk_norm="head",
-    experts=Experts(count=128, active=8, ffn_hidden=768),
-)
-_OSS_EXPERTS = Experts(count=128, active=4, ffn_hidden=2880, bias=True, router_bias=True)
-_GPT_OSS = replace(
-    _MIXTRAL,
-    name="gpt-oss-20b",
-    hidden=2880,
-    num_layers=24,
-    num_heads=64,
-    head_dim=64,
-    vocab=201088,
-    bias=("qkv", "out"),
-    window=128,
-    window_layers=tuple(range(0, 24, 2)),
-    sinks=True,
-    experts=replace(_OSS_EXPERTS, count=32),
-)
-_DEEPSEEK = replace(
-    _MIXTRAL,
-    name="deepseek-v3",
-    hidden=7168,
-    num_layers=61,
-    num_heads=128,
-    num_kv_heads=None,
-    ffn_hidden=18432,
-    vocab=129280,
-    latent=LatentAttention(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
-    experts=Experts(
-        count=256, active=8, ffn_hidden=2048, shared_hidden=2048, dense_layers=(0, 1, 2)
+_QWEN, _GPT_OSS = PRESETS["qwen3-30b-a3b"], PRESETS["gpt-oss-20b"]
+_DEEPSEEK = PRESETS["deepseek-v3"]
+# those that are no presets: config.json of mistralai/Mixtral-8x22B-v0.1, Qwen/Qwen3-235B-A22B,
+# openai/gpt-oss-120b and moonshotai/Kimi-K2-Base
+_OTHERS = (
+    replace(
+        PRESETS["mixtral-8x7b"],
+        name="mixtral-8x22b",
+        hidden=6144,
+        num_layers=56,
+        num_heads=48,
+        ffn_hidden=16384,
+        experts=Experts(count=8, active=2, ffn_hidden=16384),
+    ),
+    replace(
+        _QWEN,
+        name="qwen3-235b-a22b",
+        hidden=4096,
+        num_layers=94,
+        num_heads=64,
+        experts=Experts(count=128, active=8, ffn_hidden=1536),
+    ),
+    replace(
+        _GPT_OSS,
+        name="gpt-oss-120b",
+        num_layers=36,
+        window_layers=tuple(range(0, 36, 2)),
+        experts=Experts(count=128, active=4, ffn_hidden=2880, bias=True, router_bias=True),
+    ),
+    # the layer that predicts one token more, without its output projection
+    replace(_DEEPSEEK, name="deepseek-v3-mtp", num_layers=62),
+    replace(
+        _DEEPSEEK,
+        name="kimi-k2",
+        num_heads=64,
+        vocab=163840,
+        experts=Experts(
+            count=384, active=8, ffn_hidden=2048, shared_hidden=2048, dense_layers=(0,)
+        ),
     ),
 )
-_ONE_DENSE = Experts(count=384, active=8, ffn_hidden=2048, shared_hidden=2048, dense_layers=(0,))
-MODELS = {
-    spec.name: spec
-    for spec in (
-        _MIXTRAL,
-        _QWEN,
-        replace(
-            _QWEN,
-            name="qwen3-235b-a22b",
-            hidden=4096,
-            num_layers=94,
-            num_heads=64,
-            experts=Experts(count=128, active=8, ffn_hidden=1536),
-        ),
-        _GPT_OSS,
-        replace(
-            _GPT_OSS,
-            name="gpt-oss-120b",
-            num_layers=36,
-            window_layers=tuple(range(0, 36, 2)),
-            experts=_OSS_EXPERTS,
-        ),
-        _DEEPSEEK,
-        # the layer that predicts one token more, without its output projection
-        replace(_DEEPSEEK, name="deepseek-v3-mtp", num_layers=62),
-        replace(_DEEPSEEK, name="kimi-k2", num_heads=64, vocab=163840, experts=_ONE_DENSE),
-    )
-}
+MODELS = {spec.name: spec for spec in (_QWEN, _GPT_OSS, _DEEPSEEK, *_OTHERS)}
 PROGRAMS = {"megatron": "megatron-core", "automodel": "automodel", "hai-llm": "megatron-core"}
 # NVLink of an H800, bytes/s in one direction: DeepSeek-AI 2024 (DeepSeek-V3), section 3.2.2
 H800_BYTES_PER_S = 160e9

@@ -11,7 +11,7 @@
 # - compute an MFU, and say when two published MFUs can be compared;
 # - place an operation on a roofline: is it memory-bound or compute-bound?
 # - say how many tokens a rank needs so that its messages can hide behind its computation;
-# - say what experts change: bytes follow all parameters, FLOP the active ones.
+# - say what experts change: the bytes of states follow all parameters, the FLOP the active ones.
 #
 # **Prerequisites:** lesson 01. **Time:** about 40 minutes of reading and running, 25 of exercises.
 # Exercise 1 is *core*, exercise 2 goes *further*.
@@ -392,10 +392,10 @@ show(*pictures.bytes_against_flop())
 
 # %% [markdown]
 # A rank receives $2N$ bytes but computes only $2N_\text{active}$ FLOP per token, so it needs
-# $N/N_\text{active}$ times as many tokens. Everything that is counted in bytes (memory, messages,
-# checkpoints) follows $N$; everything that is counted in FLOP follows $N_\text{active}$. This is
-# why models with experts are divided differently: in *expert parallelism* each rank keeps some
-# experts, and the tokens travel to them.
+# $N/N_\text{active}$ times as many tokens. Whatever stores or carries parameters follows $N$:
+# states, checkpoints, the messages of data parallelism and FSDP. The FLOP follow $N_\text{active}$,
+# except for the attention scores. This is why models with experts are divided differently: in
+# *expert parallelism* each rank keeps some experts, and the tokens travel to them.
 #
 # Models of today differ from GPT-2 in three smaller ways, and `course memory --model config.json`
 # counts them all:
@@ -408,8 +408,9 @@ show(*pictures.bytes_against_flop())
 # - **Some layers have a sliding window**: a token attends to the last 4,096 tokens, say. Scores and
 #   the keys and values that generation keeps stop growing with the sequence in these layers.
 #
-# **Bytes follow all parameters, FLOP follow the active ones. A model with experts has more bytes
-# per FLOP by $N/N_\text{active}$, and each of its limits by memory or links is that much closer.**
+# **What stores or carries parameters follows all of them, the FLOP follow the active ones. So a
+# model with experts has $N/N_\text{active}$ times the bytes of states, and of messages with
+# parameters or gradients, per FLOP.**
 #
 # ## Read on
 #

@@ -11,7 +11,7 @@ from course_lib.core import CourseError
 from course_lib.core.layers import layer_kinds, layers
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS as DENSE
-from course_lib.core.specs import Experts
+from course_lib.core.specs import Experts, Rope
 from course_lib.cost.flops import forward_flop
 from course_lib.cost.params import count_params
 from course_lib.memory.formulas import activations
@@ -345,7 +345,10 @@ def test_mixtral_is_searched_in_seconds_and_the_first_plans_divide_the_experts()
 
 def test_megatron_gets_the_experts_and_latent_attention():
     plan = replace(placed(dp=8, pp=1, ep=8, zero=1), num_micro_batches=4)
-    words = megatron_lm(predict(DEEPSEEK, NODE, plan)).arguments
+    with pytest.raises(CourseError, match=r"a scaled rope .* a router of sigmoids"):
+        megatron_lm(predict(DEEPSEEK, NODE, plan))
+    plain = replace(DEEPSEEK, rope=Rope(), extras=())
+    words = megatron_lm(predict(plain, NODE, plan)).arguments
     told = dict(zip(words, (*words[1:], ""), strict=True))
     wanted = {
         **{"num-experts": 256, "moe-router-topk": 8, "moe-ffn-hidden-size": 2048},
