@@ -1,7 +1,8 @@
 """One rank's part of a model, and the one order in which the methods are applied to it.
 
-`apply_methods` is that order: tensor parallelism, pipeline, then copies or shards over dp. Each
-method sees what the one before it has left, and only its own axis of the mesh. Notebook 11_mesh.
+`apply_methods` is that order: tensor parallelism, recomputation, pipeline, then copies or shards
+over dp. Each method sees what the one before it has left, and only its own axis of the mesh.
+Notebook 11_mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,7 @@ def apply_methods(
     *,
     splits: bool = True,
     sequence_parallel: bool = False,
+    recompute: Callable[[GPT | BERT], None] | None = None,
     num_layers: Sequence[int] | None = None,
     placement: Sequence[int] | None = None,
 ) -> ModelPart[OverDp]:
@@ -87,6 +89,7 @@ def apply_methods(
     over_dp      wraps the part for the ranks that hold the same one: DDP, ZeRO, FSDP. Inside a
                  stage it may put wrappers in the place of the model chunks
     splits       False: it also splits the model over tp and pp, as Megatron-Core does
+    recompute    changes which activations are saved for backward, such as `recompute_full`
     num_layers   of the stages, and their ranks, as in `split_model`
 
     Raises: CourseError for a model that the axes cannot split
@@ -95,13 +98,15 @@ def apply_methods(
     if tp > 1 and isinstance(whole, GPT):  # 1. split every matrix
         device = next(whole.parameters()).device.type
         parallelize(whole, mesh.device_mesh("tp", device), sequence_parallel)
+    if recompute is not None:  # 2. save less of each layer
+        recompute(whole)
     places = _places_in(whole)
     module: nn.Module = whole
-    if pp > 1 and isinstance(whole, GPT):  # 2. keep this rank's layers of the result
+    if pp > 1 and isinstance(whole, GPT):  # 3. keep this rank's layers of the result
         stage = mesh.index("pp")
         module = split_model(whole, pp, stage, num_layers=num_layers, placement=placement)
     before = list(module.parameters())
-    wrapped = over_dp(module, mesh.group("dp"))  # 3. copy or shard what is left
+    wrapped = over_dp(module, mesh.group("dp"))  # 4. copy or shard what is left
     after = dict(zip(before, module.parameters(), strict=True))  # FSDP has replaced them by shards
     if isinstance(module, Stage):
         module.tied = [replace(tied, param=after[tied.param]) for tied in module.tied]

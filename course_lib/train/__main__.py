@@ -82,6 +82,7 @@ def train(
     tp: o.Tp = None,
     pp: o.Pp = None,
     sequence_parallel: o.SequenceParallel = False,
+    recompute: o.Recompute = None,
     schedule: o.ScheduleOption = None,
     model_chunks: o.ModelChunks = None,
     seq: o.Seq = None,
