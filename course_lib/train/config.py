@@ -62,6 +62,7 @@ class TrainConfig:
     every         steps between two lines of output; 0: none
     eval_every    steps between two validation losses; 0: none
     eval_only     one validation loss, and no training
+    stop_at_loss  the run ends when a validation loss is at most this; None: after all steps
     out           folder for run records and checkpoints; None: nothing is written
     profile       steps that PyTorch's profiler records on every rank: "3", "3-5"; None: none
     save_every    steps between two checkpoints; 0: none
@@ -102,6 +103,7 @@ class TrainConfig:
     every: int = 10
     eval_every: int = 0
     eval_only: bool = False
+    stop_at_loss: float | None = None
     out: str | None = None
     profile: str | None = None
     save_every: int = 0
@@ -120,7 +122,7 @@ class TrainConfig:
             object.__setattr__(self, "lr", LR[self.optimizer])
         for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib", "keep"):
             positive(name, getattr(self, name))
-        for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm", "momentum"):
+        for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm", "momentum", "stop_at_loss"):
             positive(name, getattr(self, name))
         self._fill_in_schedule()
         if self.recompute is not None:

@@ -152,6 +152,10 @@ EvalOnly = Annotated[
     bool,
     typer.Option("--eval-only", help="Only a validation loss: with --init, or with --resume."),
 ]
+StopAtLoss = Annotated[
+    float | None,
+    typer.Option(help="With --eval-every: stop when a validation loss is at most this."),
+]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder for run records and checkpoints, such as runs/NAME.")
 ]
