@@ -25,8 +25,8 @@ from course_lib.train.rules import COMPUTE_DTYPES, check_fits, check_split, prof
 if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
     from course_lib.pipeline.actions import Schedule
 
-LR = {"sgd": 0.1, "adamw": 1e-3}  # what works for the small models
-COPIES = {"sgd": 2, "adamw": 4}  # parameters, gradients, optimizer state
+LR = {"sgd": 0.1, "adamw": 1e-3, "muon": 1e-3}  # what works for the small models
+COPIES = {"sgd": 2, "adamw": 4, "muon": 3}  # parameters, gradients, optimizer state
 SHARE_ALL = {"zero3", "fsdp", "torch-fsdp", "deepspeed-3", "accelerate-fsdp"}
 SHARE_ALL |= {"lightning-fsdp", "accelerate-deepspeed", "zero3-offload", "deepspeed-3-offload"}
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2}
@@ -57,7 +57,7 @@ class TrainConfig:
                   parts of it, of which the first get one sequence more if that is not even
     warmup        steps in which the learning rate grows linearly, from lr / warmup to lr
     lr_decay      "cosine" or "linear": from the warm-up's end to 0 after `steps`; None: no decay
-    momentum      the momentum factor of sgd; None: no momentum
+    momentum      the momentum factor of sgd and muon; None: 0 of sgd, 0.95 of muon
     clip_norm     upper limit for the norm of the gradient; None: no limit
     reshard       of fsdp and torch-fsdp: free a block between its forward and its backward
     compute_dtype of fsdp: the dtype of gathers and computation; None: dtype

@@ -106,10 +106,13 @@ Seq = Annotated[
     int | None,
     typer.Option(help="Tokens per sequence. Default: 64, or the model's maximum if that is less."),
 ]
-Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
-Lr = Annotated[
-    float | None, typer.Option(help="Learning rate. Default: 0.001 for adamw, 0.1 for sgd.")
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        help="sgd, adamw, or muon for the matrices of the layers with adamw for the rest."
+    ),
 ]
+Lr = Annotated[float | None, typer.Option(help="Learning rate. Default: 0.1 for sgd, else 0.001.")]
 Warmup = Annotated[
     int, typer.Option(help="Steps in which the learning rate grows linearly to --lr; 0: none.")
 ]
@@ -120,7 +123,7 @@ LrDecay = Annotated[
         "to the last step. Default: it stays."
     ),
 ]
-Momentum = Annotated[float | None, typer.Option(help="Momentum factor of sgd, below 1.")]
+Momentum = Annotated[float | None, typer.Option(help="Momentum factor of sgd or muon, below 1.")]
 ClipNorm = Annotated[
     float | None,
     typer.Option(help="Upper limit for the norm of the whole gradient, over all axes."),

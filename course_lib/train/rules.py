@@ -14,6 +14,7 @@ from course_lib.core.layers import layers
 
 COMPUTE_DTYPES = ("bfloat16",)
 NOT_OVER_TOKENS = ("deepspeed", "accelerate", "lightning", "megatron")
+WHOLE = ("single", "naive-dp", "ddp", "torch-ddp")  # strategies that copy the model
 ONE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")  # schedules that do not split it
 
 
@@ -155,15 +156,22 @@ def check_fits(config: Any) -> None:
             f"--strategy {name}: need tp=1 and pp=1, as it shards whole layers; got "
             f"{config.tp} and {config.pp}. Try --strategy fsdp."
         )
+    if config.optimizer == "muon" and (name not in WHOLE or config.tp > 1):
+        got = f"tp={config.tp}" if config.tp > 1 else f"--strategy {name}"
+        raise CourseError(
+            "--optimizer muon: need ranks that hold whole matrices, as a step is a product of them "
+            f"with themselves; got {got}. Try --strategy ddp, with dp and pp."
+        )
     if config.pp > 1:
         _check_sharded_stages(config)
     if not config.reshard and name not in ("fsdp", "torch-fsdp"):
         raise CourseError(_need("--no-reshard", "fsdp or torch-fsdp", name))
     if config.compute_dtype and name != "fsdp":
         raise CourseError(_need("--compute-dtype", "fsdp", name))
-    if config.momentum and (config.optimizer != "sgd" or config.momentum >= 1):
+    if config.momentum and (config.optimizer == "adamw" or config.momentum >= 1):
         raise CourseError(
-            f"--momentum: need --optimizer sgd and a number below 1; got {config.optimizer} and "
+            f"--momentum: need --optimizer sgd or muon, and a number below 1; got "
+            f"{config.optimizer} and "
             f"{config.momentum}. Try --optimizer sgd --momentum 0.9."
         )
     if config.async_save and config.checkpoint_format != "course":
