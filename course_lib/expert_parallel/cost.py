@@ -120,18 +120,19 @@ def nodes_reached(nodes: float, active: int, most: int | None = None) -> float:
     Each of k choices misses a node with probability 1 - 1/n. (The experts of a token are distinct,
     so it reaches a little more: 1 % with 8 of 256 experts on 8 nodes.)
 
-    most   the router first chooses so many nodes, then experts on them only; None: no limit
+    most   a token is sent to at most so many nodes. A router that chooses its best nodes first then
+           uses nearly all of them; None: no limit
 
     Raises: CourseError for numbers below 1
     Source: DeepSeek-AI 2024 (DeepSeek-V3), section 2.1.2 (node-limited routing), for `most`
     """
-    n = nodes if most is None else min(nodes, most)
-    if min(n, active) < 1:
+    if min(nodes, active, nodes if most is None else most) < 1:
         raise CourseError(
             f"nodes_reached: need nodes, active and most of at least 1; got {nodes:g}, {active} "
             f"and {most}."
         )
-    return n * (1 - (1 - 1 / n) ** active)
+    reached = nodes * (1 - (1 - 1 / nodes) ** active)
+    return reached if most is None else min(reached, most)
 
 
 # --- who computes how much

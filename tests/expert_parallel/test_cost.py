@@ -22,6 +22,12 @@ from course_lib.expert_parallel.cost import (
     sent_bytes,
     state_bytes,
 )
+from course_lib.expert_parallel.simulation import (
+    count_dispatch,
+    count_experts,
+    draw_choices,
+    mean_nodes,
+)
 
 SIZES = RoutedSizes(tokens=12, hidden=10, experts=8, active=2)
 
@@ -52,17 +58,26 @@ def test_all_copies_of_a_dispatch_go_somewhere():
     assert level_bytes(1600.0, 4, 4) == (1200, 0)
 
 
-@pytest.mark.parametrize("most", [None, 2])
-def test_nodes_of_a_token_are_those_of_choices_at_random(most):
-    draw, nodes, active = random.Random(0), 4, 3
-    reached = [
-        len(set(draw.choices(draw.sample(range(nodes), most or nodes), k=active)))
-        for _ in range(20_000)
-    ]
-    found = nodes_reached(nodes, active, most)
-    assert found == pytest.approx(sum(reached) / len(reached), rel=0.01)
-    _, outside = level_bytes(900.0, 8, 2, active, sends_once=True, most_nodes=most)
-    assert outside == pytest.approx(900 / active * found * 3 / 4)
+@pytest.mark.parametrize("most", [None, 4, 2])
+@pytest.mark.parametrize("nodes", [2, 8, 16])
+def test_nodes_of_a_token_are_those_of_tokens_drawn(nodes, most):
+    choices = draw_choices(1000, 128, 8, nodes=nodes, most_nodes=most)
+    found = nodes_reached(nodes, 8, most)
+    assert found == pytest.approx(mean_nodes(choices, 128, nodes), rel=0.035)
+    _, outside = level_bytes(900.0, 2 * nodes, 2, 8, sends_once=True, most_nodes=most)
+    assert outside == pytest.approx(900 / 8 * found * (nodes - 1) / nodes)
+
+
+def test_tokens_drawn_are_sent_where_their_experts_are():
+    choices = draw_choices(400, 8, 2, skew=1.0)
+    assert all(len(set(chosen)) == 2 for chosen in choices.tolist())
+    tokens, counts = count_experts(choices, 8), count_dispatch(choices, 8, 4)
+    assert sum(tokens) == 800
+    assert tokens[0] > 3 * tokens[7]
+    assert [sum(sent) for sent in zip(*counts, strict=True)] == rank_loads(tokens, 4)
+    assert [sum(row) for row in counts] == [200] * 4
+    with pytest.raises(CourseError, match="need experts divisible by nodes, and active of at most"):
+        draw_choices(1, 8, 3, nodes=4, most_nodes=1)
 
 
 def test_the_fullest_rank_decides():
