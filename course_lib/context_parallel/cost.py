@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from course_lib.context_parallel.layouts import positions
+from course_lib.context_parallel.layouts import lengths_of, positions
 from course_lib.core.errors import CourseError, ShapeError
 
 FORWARD_FLOP, BACKWARD_FLOP = 4, 10  # per pair and number of a head: 2 and 5 matrix products
@@ -121,11 +121,6 @@ FORMS: dict[str, FormBytes] = {
 }
 
 
-def lengths_of(seq: int, p: int, layout: str = "contiguous") -> list[int]:
-    """Return the number of tokens on each rank."""
-    return [len(positions(rank, p, seq, layout)) for rank in range(p)]
-
-
 # --- who computes how much
 
 
@@ -184,6 +179,14 @@ def hides_from(
     flop = (BACKWARD_FLOP if backward else FORWARD_FLOP) / (2 if causal else 1)
     sent_bytes = 2 * (number_bytes + (max(SUM_BYTES, number_bytes) if backward else 0))
     return flop_per_s / bytes_per_s * kv_share * sent_bytes / flop
+
+
+def ring_exposed_s(hop_s: float, compute_s: float, p: int) -> float:
+    """Return the seconds of a ring's p - 1 hops that computing with p equal blocks does not hide.
+
+    While a block is on its way a rank computes with the one before; the last one hides nothing.
+    """
+    return (p - 1) * max(0.0, hop_s - compute_s / p)
 
 
 def kept_bytes(sizes: AttentionSizes, p: int, form: str) -> int:
