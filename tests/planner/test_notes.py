@@ -78,7 +78,7 @@ def test_a_ring_sends_what_lesson_15_counts_and_attention_hides_it():
 
 
 def test_what_a_short_sequence_does_not_hide_is_in_the_step():
-    short, model = replace(LONG, seq=2**13), find_model("llama-8b")
+    short, model = replace(LONG, seq=2**11), find_model("llama-8b")
     hop_s = SELENE.link(8, 2).time_s(context_bytes(model, short).forward / 7)
     compute_s = attention_time(model, SELENE, short).forward_s
     forward_s, backward_s = context_s(model, SELENE, short)
