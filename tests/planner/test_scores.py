@@ -89,7 +89,7 @@ def test_an_unknown_table_gets_a_sentence():
 
 
 def test_llama_3_with_and_without_context_parallelism_is_predicted_alike():
-    """Three runs in no fit, the last with cp 16 at 131,072 tokens, as docs/planner.md tells them."""
+    """Three runs in no fit, the last with cp 16 at 131,072 tokens, as docs/planner.md has them."""
     model = replace(find_model("llama-405b"), max_seq=2**17)
     found = []
     for row in rows("llama3"):
