@@ -5,6 +5,7 @@ counted in pairs of a query and a key that it sees: FLOP are proportional to the
 needs PyTorch. Notebook 15_context_parallel.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -127,6 +128,12 @@ FORMS: dict[str, FormBytes] = {
 def causal_pairs(p: int, seq: int, layout: str = "contiguous") -> list[int]:
     """Return for each rank the pairs of its queries and the keys they see: position + 1 each."""
     return [sum(at + 1 for at in positions(rank, p, seq, layout)) for rank in range(p)]
+
+
+def block_pairs(p: int, seq: int, layout: str = "contiguous") -> list[list[int]]:
+    """Return the pairs of each rank's queries with the keys of each source: [rank][source]."""
+    held = [positions(rank, p, seq, layout) for rank in range(p)]
+    return [[sum(bisect_right(keys, at) for at in queries) for keys in held] for queries in held]
 
 
 def imbalance(p: int, seq: int, layout: str = "contiguous") -> float:
