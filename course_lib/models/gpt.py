@@ -73,7 +73,8 @@ class GPT(nn.Module):
             x = x + self.positions(torch.arange(seq, device=tokens.device))
         return self.dropout(x)
 
-    def run_blocks(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    @staticmethod
+    def run_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
         """Apply all blocks in order; `recompute_segments` replaces this method."""
         for block in blocks:
             x = block(x)

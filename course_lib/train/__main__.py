@@ -85,6 +85,7 @@ def train(
     cp_form: o.CpForm = None,
     cp_layout: o.CpLayout = None,
     sequence_parallel: o.SequenceParallel = False,
+    recompute: o.Recompute = None,
     schedule: o.ScheduleOption = None,
     model_chunks: o.ModelChunks = None,
     seq: o.Seq = None,

@@ -33,6 +33,7 @@ DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2}
 SOURCES = ("synthetic", "shakespeare", "dialogues")
 CHECKPOINTS = "checkpoints"  # the folder in `out`
 CHECKPOINT_FORMATS = ("course", "dcp")
+RECOMPUTED = ("full", "selective")
 LR_DECAYS = ("cosine", "linear")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -53,6 +54,7 @@ class TrainConfig:
     cp_layout     of a sequence over cp: "contiguous", "zigzag" or "striped"; None: zigzag
     schedule      of the pipeline; None: 1f1b if there are stages
     model_chunks  per rank, for the interleaved schedule; None: 2, as the schedules in a V have
+    recompute     in backward: "full": every block, "selective": its attention; None: nothing
     micro_batch   sequences in one forward pass; None: the rank's whole share, or with pp 2 * pp
                   parts of it, of which the first get one sequence more if that is not even
     warmup        steps in which the learning rate grows linearly, from lr / warmup to lr
@@ -90,6 +92,7 @@ class TrainConfig:
     schedule: str | None = None
     model_chunks: int | None = None
     sequence_parallel: bool = False
+    recompute: str | None = None
     seq: int = 64
     optimizer: str = "adamw"
     lr: float | None = None
@@ -129,6 +132,8 @@ class TrainConfig:
             positive(name, getattr(self, name))
         self._fill_in_schedule()
         self._fill_in_context()
+        if self.recompute is not None:
+            one_of("recompute", self.recompute, RECOMPUTED)
         if self.lr_decay is not None:
             one_of("lr-decay", self.lr_decay, LR_DECAYS)
         for name in ("every", "eval_every", "save_every", "seed", "dropout", "warmup"):

@@ -6,7 +6,13 @@ from typing import Annotated
 import typer
 
 from course_lib.context_parallel.layouts import LAYOUTS
-from course_lib.train.config import CHECKPOINT_FORMATS, CP_FORMS, LR_DECAYS, SCHEDULES
+from course_lib.train.config import (
+    CHECKPOINT_FORMATS,
+    CP_FORMS,
+    LR_DECAYS,
+    RECOMPUTED,
+    SCHEDULES,
+)
 from course_lib.train.strategies import COPIES, FRAMEWORKS, SHARDS
 
 StrategyOption = Annotated[
@@ -95,6 +101,13 @@ Tp = Annotated[int | None, typer.Option(hidden=True)]
 Pp = Annotated[int | None, typer.Option(hidden=True)]
 SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel", help="With tp: also split norms and dropout.")
+]
+Recompute = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{' or '.join(RECOMPUTED)}: save only the input of each block, or all but its "
+        "attention, and compute the rest again in backward."
+    ),
 ]
 ScheduleOption = Annotated[
     str | None, typer.Option(help=f"With pp: {', '.join(SCHEDULES)}. Default: 1f1b.")

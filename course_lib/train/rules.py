@@ -162,6 +162,11 @@ def check_fits(config: Any) -> None:
             "--optimizer muon: need ranks that hold whole matrices, as a step is a product of them "
             f"with themselves; got {got}. Try --strategy ddp, with dp and pp."
         )
+    if config.recompute and config.schedule not in (None, *ONE_BACKWARD):
+        raise CourseError(
+            f"--recompute: need --schedule {' or '.join(ONE_BACKWARD)}, as a backward in two parts "
+            f"would compute everything twice; got {config.schedule}. Try --schedule 1f1b."
+        )
     if config.pp > 1:
         _check_sharded_stages(config)
     if not config.reshard and name not in ("fsdp", "torch-fsdp"):
@@ -241,6 +246,7 @@ def _check_megatron(config: Any) -> None:
         "--dtype": (config.dtype, ("float32", "float64")),
         "--dropout": (config.dropout, (0,)),
         "--schedule": (config.schedule, (None, "1f1b", "interleaved")),
+        "--recompute": (config.recompute, (None,)),
     }
     for option, (given, possible) in wanted.items():
         if given not in possible:

@@ -32,6 +32,7 @@ from course_lib.ranks.launch import common_zero_s
 from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.recorder import current_recorder, span
 from course_lib.ranks.world import rank_device
+from course_lib.recompute.activations import recompute_full, recompute_selective
 from course_lib.train.checkpoint import LOCK_S, RunCheckpoints, forget_records, lock_folder
 from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of, was_restarted
 from course_lib.train.data import Batch, open_data, steps_of_an_epoch
@@ -46,6 +47,8 @@ from course_lib.train.progress import Progress, ProgressBar
 from course_lib.train.rules import check_profiled_steps, profiled_steps
 from course_lib.train.run_folder import check_files
 from course_lib.train.strategies import STRATEGIES, over_tokens
+
+RECOMPUTE = {"full": recompute_full, "selective": recompute_selective}
 
 
 def train(rank: int, config: TrainConfig) -> RunRecord:
@@ -86,6 +89,7 @@ class Trainer:
             over_cp=partial(over_tokens, config=config),
             splits=config.strategy != "megatron",
             sequence_parallel=config.sequence_parallel,
+            recompute=RECOMPUTE.get(config.recompute or ""),
             placement=placement_of(config),
         )
         self.model, self.wrapped = self.part.module, self.part.wrapped
