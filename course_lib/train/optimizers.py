@@ -151,7 +151,8 @@ class ZeROAdapter(PartAdapter):
     def weights(self) -> list[Tensor]:
         """Return the parameters, and the flat ones with this rank's shards of them."""
         flats = self.engine.all_flat_params
-        return [*super().weights(), *(x for one in flats for x in (one.flat, one.shard))]
+        whole = [param for param in super().weights() if param.numel()]  # not freed: no memory
+        return [*whole, *(x for one in flats for x in (one.flat, one.shard))]
 
     def _held(self) -> list[HeldGrad]:
         return [
