@@ -21,6 +21,7 @@ from course_lib.data_parallel.gradients import PLAIN, tensors_within
 from course_lib.fsdp.mesh import ShardingGroups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
 from course_lib.fsdp.param_group import FoundParam, FSDPParamGroup
+from course_lib.ranks.world import is_dry
 
 Choice = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
 
@@ -234,5 +235,7 @@ def _device(module: nn.Module) -> torch.device:
     """Return the device of the weights; if all are on meta, one the group can communicate on."""
     tensors = [*module.parameters(), *module.buffers()]
     real = [tensor.device for tensor in tensors if not tensor.is_meta]
+    if is_dry():
+        return torch.device("meta")
     fallback = "cuda" if torch.cuda.is_available() else "cpu"
     return real[0] if real else torch.device(fallback)

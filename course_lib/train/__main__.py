@@ -111,6 +111,8 @@ def train(
     async_save: o.AsyncSave = False,
     checkpoint_format: o.CheckpointFormat = "course",
     resume: o.Resume = False,
+    dry_run: o.DryRun = False,
+    cluster: o.ClusterOption = "dgx-h100",
 ) -> None:
     """Train a GPT or a BERT; `HELP` is what --help says."""
     raise typer.Exit(run(context.params, context.obj))
@@ -118,8 +120,12 @@ def train(
 
 def run(options: dict[str, Any], arguments: Sequence[str]) -> int:
     """Train with these options of the command line; return the exit code."""
+    options = dict(options)
+    dry, cluster = options.pop("dry_run"), options.pop("cluster")
     try:
-        config, num_ranks = configure(dict(options))
+        config, num_ranks = configure(options, dry=dry)
+        if dry:
+            return _dry_run(config, num_ranks, cluster)
     except CourseError as error:
         return _refuse(str(error))
     try:
@@ -145,8 +151,21 @@ def run(options: dict[str, Any], arguments: Sequence[str]) -> int:
     return code
 
 
-def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
+def _dry_run(config: TrainConfig, num_ranks: int, cluster: str) -> int:
+    """Print what a step would hold and send, and how long the planner thinks it takes."""
+    from course_lib.planner.dry_run import predicted_text
+    from course_lib.train.dry_run import check_dry, dry_run, dry_text
+
+    check_dry(config)
+    time_of_step = predicted_text(config, num_ranks, cluster)  # an unknown cluster is told at once
+    print(dry_text(dry_run(config, num_ranks)), time_of_step, sep="\n")
+    return 0
+
+
+def configure(options: dict[str, Any], *, dry: bool = False) -> tuple[TrainConfig, int]:
     """Return the run that the options ask for, and the number of ranks.
+
+    dry   this machine need not be able to train it
 
     Raises: CourseError for what cannot be trained
     """
@@ -184,6 +203,8 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
     config = TrainConfig(**options)
     config.check_ranks(num_ranks)
+    if dry:
+        return config, num_ranks
     config.check_memory(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     if not started:  # the ranks of torchrun first agree on whether they were restarted
         check_files(config, was_restarted())

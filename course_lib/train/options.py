@@ -170,6 +170,20 @@ EvalOnly = Annotated[
     bool,
     typer.Option("--eval-only", help="Only a validation loss: with --init, or with --resume."),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Train nothing: print what a rank would hold and send in a step, and the time that "
+        "the planner predicts. For any number of ranks; no checkpoint is read or written.",
+    ),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster", help="Of --dry-run: the planner's profile of a cluster, or its file."
+    ),
+]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder for run records and checkpoints, such as runs/NAME.")
 ]

@@ -9,7 +9,7 @@ and any number of micro-batches give the step of one rank with the whole batch.
 """
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from course_lib.models.data import mixed_seed
 from course_lib.ranks.launch import common_zero_s
 from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.recorder import current_recorder, span
-from course_lib.ranks.world import rank_device
+from course_lib.ranks.world import is_dry, rank_device
 from course_lib.recompute.activations import recompute_full, recompute_selective
 from course_lib.train.checkpoint import LOCK_S, RunCheckpoints, forget_records, lock_folder
 from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of, was_restarted
@@ -94,7 +94,7 @@ class Trainer:
         )
         self.model, self.wrapped = self.part.module, self.part.wrapped
         self.adapter = (self.wrapped.adapter or PartAdapter)(self.part, self.mesh, config)
-        self.progress = Progress()
+        self.progress, self._zero_s = Progress(), 0.0
         self._open_folder()
         self._pass, self._losses = make_passes(self.part, config, self.mesh)
         self._first = self.progress.step
@@ -113,8 +113,9 @@ class Trainer:
     def _whole_model(self) -> GPT | BERT:
         torch.manual_seed(self.config.seed)
         kind: type[GPT] | type[BERT] = BERT if self.config.masked else GPT
-        model = kind(self.spec, dropout=self.config.dropout)
-        if self.config.init:
+        with self.device if self.device.type == "meta" else nullcontext():
+            model = kind(self.spec, dropout=self.config.dropout)
+        if self.config.init and not is_dry():
             model.load_state_dict(load_hugging_face(Path(self.config.init))[1])
         return model.to(self.device, getattr(torch, self.config.dtype))
 
@@ -138,7 +139,7 @@ class Trainer:
             while not is_over:
                 preemption.ask()
                 with profiler.step(self.progress.step):
-                    self._step()
+                    self.step()
                 bar.step()
                 if self._is_time(self.config.every):
                     bar.loss(*self.metrics.sum_losses(is_unread=bar.is_unread))
@@ -164,7 +165,8 @@ class Trainer:
         if config.every and self.rank == 0:
             bar.say(f"step {self.progress.step}  validation loss {loss:.4f}")
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Train on the next batch; what the step computed is in the record."""
         n, config = self.progress.step, self.config
         self.metrics.forget_old_events()
         start_s = time.perf_counter()
@@ -189,10 +191,10 @@ class Trainer:
     def _gradients(self, batch: Batch) -> Tensor:
         """Compute the whole batch's gradient; return its three sums (`Passes`)."""
         count = self.config.num_micro_batches(self.dp)
-        part = tuple(self.mesh.part_of(tensor).to(self.device) for tensor in batch)
-        micro_batches = split_micro_batches(part, count)
-        copies = self.mesh.num_copies
+        own = tuple(self.mesh.part_of(tensor) for tensor in batch)
+        micro_batches, copies = split_micro_batches(own, count), self.mesh.num_copies
         shares = [by_tokens(asked, batch[1]) * copies for _, asked in micro_batches]
+        micro_batches = [tuple(x.to(self.device) for x in part) for part in micro_batches]
         found = self._pass(micro_batches, shares)
         if self.progress.step + 1 == self.config.steps:
             self.metrics.note_memory(self.adapter.state_bytes())
