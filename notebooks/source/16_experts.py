@@ -318,8 +318,8 @@ show(*pictures.bytes_picture(small, measured))
 # %% [markdown]
 # The ratio is $k/p$. Expert parallelism sends a token only to the ranks that need it, so it wins if
 # $k < p$. (If there are as many active experts as ranks, both send equally many bytes.) Splitting
-# each expert has two other sides. It makes matrices narrow, which GPUs compute less efficiently. But
-# all ranks then compute equally much, whatever the router chooses. We come back to this in
+# each expert has two other sides. It makes matrices narrow, which GPUs compute less efficiently.
+# But all ranks then compute equally much, whatever the router chooses. We come back to this in
 # section 6.
 #
 # ### Across nodes
@@ -413,13 +413,14 @@ check("experts-3", average_gradients)
 # %% [markdown]
 # ### Break it
 #
-# A data-parallel wrapper that only knows the group of an expert divides by the size of this group.
-# For the experts this is $p$ times too large. We train with this mistake: 2 ranks, $p = 2$, so
-# there is a single copy of each expert, and a wrapper would not communicate at all. All other
-# parameters are right. What is the last loss, divided by the correct one?
-
+# The library divides where it is easy to forget: inside the layer. `parallelize_experts` divides
+# the gradients of the experts by $p$ in backward, and whoever averages gradients afterwards only
+# needs to know which ranks hold the same expert. We leave out this division. Then experts have
+# gradients $p$ times too large, here 2 times, and all other parameters are right. What is the last
+# loss, divided by the correct one?
 
 # %%
+from course_lib.ddp import DDP
 from course_lib.models import GPT, next_tokens, token_batch
 from course_lib.models.gpt import token_loss
 
@@ -427,19 +428,32 @@ drawn = [token_batch(n, batch=4, seq=32, vocab=tiny.vocab) for n in range(40)]
 BATCHES = [next_tokens(tokens) for tokens in drawn]
 
 
-def train(rank, divide_experts_by, optimizer=torch.optim.SGD, lr=0.2):
-    """Train on this rank's half of each batch; return the mean losses, and the first gradients."""
+# %%
+def experts_of(model):
+    return [param for name, param in model.named_parameters() if ".experts." in name]
+
+
+def gpt_on_ranks(too_large):
+    """Return a GPT whose experts are divided over all ranks, and have gradients too large."""
     torch.manual_seed(0)
     model = parallelize_experts(GPT(tiny).double())
-    p, losses, first = dist.get_world_size(), [], {}
+    for param in experts_of(model):
+        param.register_hook(lambda grad: too_large * grad)
+    return DDP(model)
+
+
+# %%
+def train(rank, too_large=1, optimizer=torch.optim.SGD, lr=0.2):
+    """Train on this rank's part of each batch; return the mean losses, and the first gradients."""
+    model, p, losses, first = gpt_on_ranks(too_large), dist.get_world_size(), [], {}
     steps = optimizer(model.parameters(), lr=lr)
     for whole in BATCHES:
         tokens, targets = (x.chunk(p)[rank] for x in whole)
-        loss = token_loss(model(tokens), targets)
         steps.zero_grad()
+        loss = token_loss(model(tokens), targets)
         loss.backward()
-        lab.average(model, p, divide_experts_by)
-        first = first or {name: w.grad.clone() for name, w in model.named_parameters()}
+        model.finish()
+        first = first or {name: w.grad.clone() for name, w in model.module.named_parameters()}
         steps.step()
         losses.append(loss.detach())
     dist.all_reduce(total := torch.stack(losses))
@@ -448,57 +462,53 @@ def train(rank, divide_experts_by, optimizer=torch.optim.SGD, lr=0.2):
 
 # %% tags=["predict"]
 guess_loss = predict(
-    "last loss with experts' gradients 2 times too large, divided by the correct one"
+    "last loss with experts' gradients 2 times too large, divided by the right one"
 )
 ### GUESS guess_loss.commit(1.3)
 
 # %% tags=["picture", "failure"]
 from course_lib.display.losses import losses
 
-(alone, grads), (right, own), (broken, wrong) = (
-    one.run(train, 1)[0],
-    pair.run(train, 2)[0],
-    pair.run(train, 1)[0],
-)
+(alone, grads), (right, own) = (on.run(train)[0] for on in (one, pair))
+broken, wrong = pair.run(train, 2)[0]
 reveal(guess_loss, round(broken[-1] / right[-1], 3))
-runs = {"one process": alone, "experts 2 times too large": broken}
-show(
-    losses(runs, "With experts' gradients that are 2 times too large, the loss still falls"), "Loss"
-)
+apart = max(abs(a - b) for a, b in zip(alone, right, strict=True))
+print("without the mistake, the losses are those of one process:", apart < 1e-9)
+runs = {"one process": alone, "experts' gradients 2 times too large": broken}
+show(losses(runs, "With experts' gradients 2 times too large, the loss still falls"), "Loss curves")
 
 # %% [markdown]
-# The loss falls as it should: for experts the learning rate is 2 times too large, and nothing else
-# happens. With Adam, one sees even less. Adam divides the mean gradient by the root of the mean
-# square, so a constant factor cancels:
+# The loss falls as it should. For experts the learning rate is 2 times too large, and nothing else
+# happens. With Adam one sees even less: Adam divides the mean gradient by the root of the mean
+# square, so a constant factor cancels.
 
 # %% tags=["failure"]
-adam = {"optimizer": torch.optim.Adam, "lr": 1e-3}
-(right_adam, _), (broken_adam, _) = (pair.run(train, by, **adam)[0] for by in (2, 1))
+right_adam, broken_adam = (
+    pair.run(train, factor, torch.optim.Adam, 1e-3)[0][0] for factor in (1, 2)
+)
 apart = max(abs(a - b) for a, b in zip(right_adam, broken_adam, strict=True))
 print("with Adam, all 40 losses agree to 3 digits:", apart < 1e-3)
 
 
-def ratio_to_one_process(found):
-    """Return the largest ratio of a gradient's norm to that of one process, by kind."""
-    kinds = {"experts": 1.0, "others": 1.0}
-    for name, grad in found.items():
-        kind = "experts" if ".experts." in name else "others"
-        kinds[kind] = max(kinds[kind], (grad.norm() / grads[name].norm()).item())
-    return {kind: round(value, 6) for kind, value in kinds.items()}
+def largest_ratio(found, experts):
+    """Return the largest ratio of a gradient's norm to that of one process."""
+    names = [name for name in found if (".experts." in name) == experts]
+    return max((found[name].norm() / grads[name].norm()).item() for name in names)
 
 
-print("correct:", ratio_to_one_process(own))
-print("broken: ", ratio_to_one_process(wrong))
+for words, found in {"correct": own, "broken": wrong}.items():
+    ratios = [round(largest_ratio(found, experts), 6) for experts in (True, False)]
+    print(f"{words}: gradients / those of one process: experts {ratios[0]}, others {ratios[1]}")
 
 # %% [markdown]
 # But the mistake matters. Clipping by the global norm (lesson 11) now sees experts that are too
-# large, and scales down everything else. Weight decay is too weak for experts with SGD. And the run
-# behaves differently on another number of ranks. Such a bug has been found in public code bases
-# more than once. What finds it is again the comparison with one process, of *gradients*, in
-# float64, with one rank per expert group and with several.
+# large, and makes everything else too small. With SGD, weight decay is too weak for experts. And
+# the same settings train differently on another number of ranks. Public code bases have had such
+# mistakes. What finds it is again the comparison with one process: of
+# *gradients*, in float64, on several sizes of ep.
 #
 # **Sum an expert's gradient over the ranks that hold this expert, and divide by the number of all
-# ranks whose tokens reached it. A falling loss does not test the scale; gradients beside those of
+# ranks whose losses are in it. A falling loss does not test the scale; gradients beside those of
 # one process do.**
 #
 # *This is a good place for a break.*
@@ -506,23 +516,29 @@ print("broken: ", ratio_to_one_process(wrong))
 # ## 6 Balance
 #
 # So far experts were chosen about equally often. But nothing makes a router do so. On the contrary:
-# an expert that gets more tokens learns faster, so it becomes better, and gets even more. In a step,
-# all ranks wait for the one with the most tokens:
+# an expert that gets more tokens learns faster, so it becomes better, and gets even more. In a
+# step, all ranks wait for the one with the most tokens:
 #
-# $$ \text{time of the experts} \propto \frac{\text{tokens of the fullest rank}}
-# {\text{mean over ranks}} . $$
+# $$ \text{time of the experts} \propto
+# \frac{\text{tokens of the fullest rank}}{\text{mean over ranks}} . $$
 #
-# The next picture shows one layer on 4 real ranks. Its messages are real. Its experts only sleep, so
-# that the cores of your machine play no role: 0.2 ms per token in forward, twice as long in
+# The next picture shows one layer on 4 real ranks. Its messages are real. Its experts only sleep,
+# so that the cores of your machine play no role: 0.2 ms per copy in forward, twice as long in
 # backward.
 
 # %% tags=["picture", "measured"]
-layer = lab.layer_runs(
-    four, {"balanced": lab.even_choices(64, 8, 2), "skewed": lab.skewed_choices(64, 8, 2)}
-)
+routings = {
+    "balanced": lab.even_choices(64, 8, 2),
+    "skewed": lab.skewed_choices(64, 8, 2),
+}
+layer = lab.layer_runs(four, routings, experts=8)
 show(*pictures.layer_on_the_clock(layer))
 
 # %% [markdown]
+# In the skewed run, rank 0 has the most popular experts. The others receive their results late, and
+# wait: the exchange cannot end before the fullest rank has computed. The button below the picture
+# saves the events for Perfetto (lesson 06), where you can look at each message.
+#
 # ### Capacity: drop what does not fit
 #
 # The oldest remedy is a limit. With a *capacity factor* $c$, an expert takes at most
@@ -596,7 +612,7 @@ def moved_bias(bias, experts, step):
 
 
 def follow(stream, top_k, step):
-    """Let tokens choose by score + bias, batch by batch; return each batch's load, loss and bias."""
+    """Let tokens choose by score + bias; return the load, loss and bias of each batch."""
     bias, found = torch.zeros_like(stream[0][0]), []
     for scores in stream:
         experts = (scores + bias).topk(top_k, dim=-1).indices
@@ -611,31 +627,32 @@ def follow(stream, top_k, step):
 check("experts-4", follow)
 
 # %% [markdown]
-# Which of them balances better? Train the same model three times on a skewed stream, in which a few
-# tokens are very frequent.
+# Do they work in training? The next cell trains the same small model three times, on a stream in
+# which a few tokens are very frequent.
 
 # %% tags=["picture", "measured"]
-by_rule = {
-    rule: lab.train_loads(rule, steps=150) for rule in ("none", "auxiliary loss", "moved bias")
-}
 from course_lib.expert_parallel.cost import load_imbalance
 
+by_rule = {rule: lab.train_loads(rule) for rule in lab.RULES}
 last = {
-    rule: load_imbalance([sum(e) for e in zip(*found[-20:])], 4) for rule, found in by_rule.items()
+    rule: load_imbalance(torch.tensor(loads[-30:]).sum(0).tolist(), 4)
+    for rule, loads in by_rule.items()
 }
-claim(
-    "with a moved bias, the fullest rank has at most 10 % more than the mean",
-    last["moved bias"] < 1.1,
-)
+claim("with a moved bias, the fullest rank has at most 10 % more", last["moved bias"] < 1.1)
+print("last 30 steps:", ", ".join(f"{rule} {load:.2f}" for rule, load in last.items()))
 show(*pictures.loads_picture(by_rule, 4))
 
 # %% [markdown]
-# Both rules balance; without them, some ranks stay fuller than others. The bias reacts to the load
-# itself, whatever the scores are. It is moved by a constant per step, so it takes some steps until
-# it has arrived, and from then on it jitters around its place. The auxiliary loss works through the
-# router's weights, and its strength $\alpha$ has to be chosen: too small does not balance, too
-# large disturbs. One detail matters on several ranks: a step's load is the sum over *all* ranks. If
-# each rank balances its own tokens, it forces a balance that nobody needs.
+# Without a rule, the router collapses: after 150 steps a few experts get almost all copies. With
+# either rule, the load stays near 1. The bias is moved by a constant per step, so it follows with a
+# delay. If the router changes faster than the bias, it is never balanced; then a larger step or a
+# smaller learning rate helps. The auxiliary loss works through the router's weights, and $\alpha$
+# has to be chosen: too small does not balance, too large makes the router care for balance more
+# than for the text.
+#
+# One detail matters on several ranks. The load that counts is that of *all* ranks together. If each
+# rank balances its own few tokens, it enforces more than is needed: a rank whose texts are all of
+# one kind may then not send them to the same experts.
 #
 # **Experts without balancing end up with unequal loads, and everyone waits for the fullest rank. A
 # capacity limits the damage by dropping tokens; an auxiliary loss or a moved bias prevents it.**
@@ -649,12 +666,12 @@ show(*pictures.loads_picture(by_rule, 4))
 #
 # *Difficulty 3 of 5, importance 4 of 5, about 15 minutes.*
 #
-# Return a dict with the forward seconds of every plan `(ep, tp, capacity)` that fits: the fullest
-# rank sends, then computes. The expert parameters (three matrices, hidden x ffn) take 16 bytes each,
-# divided by ep tp; at most `room_bytes`. The fullest rank has `fullest[ep]` times T k copies, with a
-# capacity at most `capacity` times. Dispatch and combine: section 4. With tp > 1, ranks gather
-# each other's copies (with ep = 1 the T tokens) and reduce-scatter results: twice (tp - 1) of
-# them. bf16; 6 hidden ffn FLOP per copy. About 12 lines.
+# Return a dict with the forward seconds of each plan `(ep, tp, capacity)` that fits. Experts have
+# three matrices hidden x ffn, with 16 bytes per parameter, divided by ep tp: at most `room_bytes`.
+# The fullest rank has `fullest[ep]` T k copies, with a capacity at most `capacity` T k. It first
+# sends (bf16): dispatch and combine of section 4; with tp > 1 also an all-gather and a
+# reduce-scatter of its copies, for ep = 1 of its tokens, each (tp - 1) times. Then it computes 6
+# hidden ffn FLOP per copy. Example: with infinite bandwidth only FLOP count. About 10 lines.
 #
 # <details><summary>Hint: what tp changes in the FLOP</summary>
 # Nothing: a rank computes the copies of tp ranks, but of each expert only 1/tp.
@@ -664,45 +681,86 @@ show(*pictures.loads_picture(by_rule, 4))
 # %% tags=["exercise"] exercise="experts-5"
 def seconds_by_plan(plans, layer, fullest, room_bytes, flop_per_s, bytes_per_s):
     """Seconds of a layer's forward for the plans that fit, by (ep, tp, capacity)."""
-    tokens, hidden, ffn, num_experts, k = layer
-    found = {}
-    ### BEGIN SOLUTION: fits? how many copies? send, gather, compute
-    for ep, tp, capacity in plans:
-        if 16 * 3 * hidden * ffn * num_experts / (ep * tp) > room_bytes:
-            continue
-        load = fullest[ep] if capacity is None else min(fullest[ep], capacity)
-        copies = load * tokens * k
-        exchanged = 2 * copies * (ep - 1) / ep
-        gathered = 2 * (tp - 1) * (tokens if ep == 1 else copies)
-        sent_s = 2 * hidden * (exchanged + gathered) / bytes_per_s
-        found[ep, tp, capacity] = sent_s + 6 * hidden * ffn * copies / flop_per_s
+    ### BEGIN SOLUTION FROM course_lib.expert_parallel.cost:seconds_by_plan: fits? send, compute
     ### END SOLUTION
-    return found
 
 
 # %% tags=["check"] exercise="experts-5"
 check("experts-5", seconds_by_plan)
 
 # %% [markdown]
-# Use this model for two published ones, on the 8 H100 of a node. For the loads we take the fullest
-# rank to be 1.4 times the mean with 8 ranks, 1.2 times with 2 or 4.
+# Use it for two published models, whose layers are divided over two pipeline stages of 8 H100. For
+# the fullest rank we assume 1.4 times the mean with 8 ranks, and 1.2 times with 2 or 4.
 
 # %%
 from course_lib.cost.hardware import H100
+from course_lib.expert_parallel.cost import seconds_by_plan as seconds_of
 
 fullest = {1: 1.0, 2: 1.2, 4: 1.2, 8: 1.4}
 plans = [(8, 1, None), (8, 1, 1.25), (4, 2, None), (2, 4, None), (1, 8, None)]
 for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
-    spec = MODELS[name]
-    sizes = 4096, spec.hidden, spec.experts.ffn_hidden, spec.experts.count, spec.experts.active
-    room = 60 * 2**30 / spec.num_layers
+    spec, experts = MODELS[name], MODELS[name].experts
+    layer = 4096, spec.hidden, experts.ffn_hidden, experts.count, experts.active
     for link in ("NVLink", "InfiniBand NDR"):
-        found = lab.plan_seconds(plans, sizes, fullest, room, 0.4 * H100.peak(), H100.links[link])
-        told = ", ".join(
-            f"{plan[:2]}{f' c={plan[2]}' if plan[2] else ''} {1e3 * s:.2f}"
-            for plan, s in found.items()
-        )
-        print(f"{name}, {link}: (ep, tp) ms: {told or 'nothing fits'}")
+        room, rate = 60e9 / (spec.num_layers / 2), H100.links[link]
+        found = seconds_of(plans, layer, fullest, room, 0.4 * H100.peak(), rate)
+        words = [f"{plan} {1e3 * s:.2f}" for plan, s in sorted(found.items(), key=lambda x: x[1])]
+        print(f"{name}, {link}, ms: {', '.join(words) or 'nothing fits'}")
 
 # %% [markdown]
-# TEXT
+# Inside a node, splitting each expert is not bad at all: every token is sent once instead of $k$
+# times, and no rank is fuller than another. Over a slow link it depends on $k$: Mixtral's 2 copies
+# are cheaper to send than to gather all tokens of 8 ranks. Mixed divisions pay for both. The model
+# leaves out two things that speak against splitting. Qwen3's experts are only 768 wide, so an
+# eighth of one is a very narrow matrix, which a GPU computes inefficiently. And a gather cannot
+# grow beyond a node: with 64 ranks it sends 63 times all tokens of a rank. So large models use
+# expert parallelism, with whole experts.
+#
+# How much does balance matter in practice? Megatron-Core's developers publish pairs of runs that
+# differ only in this: a router that is forced to be balanced, and one that has learned.
+
+# %% tags=["picture"]
+show(*pictures.published_balance_picture())
+
+# %% [markdown]
+# A benchmark with a forced balance is faster than the training that it stands for. So look for
+# this word whenever you read a throughput.
+#
+# ### The real thing
+#
+# | | experts over ranks | each expert split |
+# |---|---|---|
+# | this course | `parallelize_experts(model, groups)` | `expert_tp=` |
+# | Megatron-Core | `--expert-model-parallel-size` | `--expert-tensor-parallel-size` |
+# | DeepSpeed | `MoE(hidden_size, expert, num_experts, ep_size=8)` | Megatron's tp |
+#
+# The layer of this lesson computes what the Mixtral block of transformers computes: with the same
+# weights, the logits of both models are equal (a test of the course compares them). Megatron-Core
+# has the same steps in its all-to-all dispatcher. DeepSpeed gives every expert a capacity by
+# default. DeepSeek's DeepEP replaces the all-to-all by kernels that send a token to each node once.
+#
+# On your cluster, one command times the layer for balanced and for skewed routing:
+#
+# `torchrun --nproc-per-node 8 cluster/exercises/16_experts.py`
+#
+# **Divide experts, not each expert, once a group is larger than a node or $k$ is much smaller than
+# it. Then balance decides how fast the layer is.**
+#
+# ## What to keep
+#
+# - FLOP follow the active parameters, memory follows all of them.
+# - A router learns only through the weights of the experts that it chose.
+# - Dispatch and combine are uneven all-to-alls; counts are exchanged first.
+# - An expert's gradient is summed over the ranks that hold it, and divided by all ranks whose
+#   losses are in it.
+# - The fullest rank decides. A router that nobody balances collapses to few experts.
+#
+# **Read on**
+#
+# - Shazeer et al. 2017, *Outrageously Large Neural Networks*, section 2: the sparsely-gated layer.
+# - Lepikhin et al. 2020, *GShard*, sections 2.2 and 3.2: capacity, and the two all-to-alls.
+# - Fedus et al. 2021, *Switch Transformers*, section 2: one expert per token, and the auxiliary
+#   loss.
+# - Gale et al. 2022, *MegaBlocks*, section 4: no dropped tokens.
+# - DeepSeek-AI 2024, *DeepSeek-V3*, sections 2.1.2 and 3.2: the bias, nodes per token, overlap.
+# - Qiu et al. 2025, *Demons in the Detail*: balance over the whole batch, not over each rank.

@@ -66,7 +66,6 @@ COMPUTED = "6 * hidden * ffn * copies / flop_per_s"
 CHOICE = Exercise(
     key="experts-5",
     title="seconds of each plan",
-    library=("course_lib.expert_parallel.lab:plan_seconds",),
     check=Cases(
         cases=_cases,
         show=_by_plan,
