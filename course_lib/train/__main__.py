@@ -84,6 +84,8 @@ def train(
     pp: o.Pp = None,
     cp_form: o.CpForm = None,
     cp_layout: o.CpLayout = None,
+    aux_weight: o.AuxWeight = 0.0,
+    bias_step: o.BiasStep = 0.0,
     sequence_parallel: o.SequenceParallel = False,
     schedule: o.ScheduleOption = None,
     model_chunks: o.ModelChunks = None,
@@ -153,7 +155,7 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     positive("ranks", wanted)
     if started and wanted not in (None, started):
         raise CourseError(f"--ranks: need the {started} ranks that torchrun started; got {wanted}.")
-    mesh = _mesh(options)
+    mesh, options["ep"] = _mesh(options)
     options |= {axis: mesh.size(axis) for axis in ("pp", "cp", "tp")}
     num_ranks = started or wanted or mesh.world_size
     if "dp" in mesh.sizes and num_ranks != mesh.world_size:
@@ -189,8 +191,11 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     return config, num_ranks
 
 
-def _mesh(options: dict[str, Any]) -> Mesh:
-    """Return the mesh of --mesh, without dp where the number of ranks decides."""
+def _mesh(options: dict[str, Any]) -> tuple[Mesh, int]:
+    """Return the mesh of --mesh, without dp where the number of ranks decides, and ep.
+
+    ep is no axis of the ranks: it reuses those of dp and cp.
+    """
     text, old = options.pop("mesh"), {axis: options.pop(axis) for axis in ("tp", "pp")}
     if given := {axis: size for axis, size in old.items() if size is not None}:
         together = ",".join(f"{axis}={size}" for axis, size in given.items())
@@ -198,11 +203,8 @@ def _mesh(options: dict[str, Any]) -> Mesh:
             f"--{next(iter(given))}: need all axes in one option. Try --mesh {together}."
         )
     mesh = Mesh() if text is None else read_mesh(text)
-    if others := mesh.sizes.keys() - {"dp", "pp", "cp", "tp"}:
-        raise MeshError(
-            f"--mesh: need axes out of dp, pp, cp, tp; got {', '.join(sorted(others))}."
-        )
-    return mesh
+    axes = {axis: size for axis, size in mesh.sizes.items() if axis != "ep"}
+    return Mesh(**axes), mesh.size("ep")
 
 
 def _model(options: dict[str, Any]) -> ModelSpec:

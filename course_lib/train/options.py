@@ -35,7 +35,7 @@ Init = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="A GPT: tiny (the default), small, gpt2-char, study-10m, another preset, or the path "
+        help="A GPT: tiny (the default), small, moe-tiny, gpt2-char, study-10m, another preset, or the path "
         "of a config.json. A BERT: bert-tiny or bert-dialogues."
     ),
 ]
@@ -77,7 +77,8 @@ MeshOption = Annotated[
     typer.Option(
         help="Sizes of the axes, such as dp=2,pp=2,tp=2: copies of the model (or shards of them, "
         "with zero1 to zero3 and fsdp), pipeline stages, ranks that split every layer, and "
-        "cp=2: ranks that split every sequence. Without dp: as many copies as --ranks gives."
+        "cp=2: ranks that split every sequence. ep=2: of the ranks of dp and cp, how many share the "
+        "experts of a layer. Without dp: as many copies as --ranks gives."
     ),
 ]
 CpForm = Annotated[
@@ -89,6 +90,17 @@ CpLayout = Annotated[
     typer.Option(
         help=f"With cp: which tokens a rank has, {', '.join(LAYOUTS)}. Default: zigzag, where each "
         "has early and late ones."
+    ),
+]
+AuxWeight = Annotated[
+    float,
+    typer.Option(help="With experts: weight of the auxiliary loss that evens their load; 0: none."),
+]
+BiasStep = Annotated[
+    float,
+    typer.Option(
+        help="With experts whose router has sigmoids: how far a step moves each bias against the "
+        "load; 0: not at all."
     ),
 ]
 Tp = Annotated[int | None, typer.Option(hidden=True)]

@@ -14,6 +14,8 @@ from course_lib.core.layers import layers
 
 COMPUTE_DTYPES = ("bfloat16",)
 NOT_OVER_TOKENS = ("deepspeed", "accelerate", "lightning", "megatron")
+OVER_EXPERTS = ("single", "naive-dp", "ddp", "zero1", "zero2", "zero3", "fsdp")
+OVER_EXPERTS += ("zero1-offload", "zero2-offload", "zero3-offload")
 WHOLE = ("single", "naive-dp", "ddp", "torch-ddp")  # strategies that copy the model
 ONE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")  # schedules that do not split it
 
@@ -62,6 +64,7 @@ def check_split(config: Any) -> None:
     _check_tensors(config)
     _check_stages(config)
     _check_context(config)
+    _check_experts(config)
     if config.strategy == "torch-ddp" and config.pp > 1:
         raise MeshError(
             "--strategy torch-ddp: need pp=1, as it sends gradients with the first backward "
@@ -144,6 +147,35 @@ def _check_context(config: Any) -> None:
             f"--model {model.name}: need --seq of at most its window of {min(windows)} tokens with "
             f"cp; got {config.seq}. Try --seq {min(windows)}, or cp=1."
         )
+
+
+def _check_experts(config: Any) -> None:
+    """Check what experts cannot be together with."""
+    model, name, ep = config.model, config.strategy, config.ep
+    needs = {
+        "--mesh: need ep=1 for a dense model": ep > 1 and model.experts is None,
+        "--aux-weight, --bias-step: need 0 for a dense model": (
+            (config.aux_weight or config.bias_step) and model.experts is None
+        ),
+    }
+    if model.experts is not None:
+        needs |= {
+            f"--mesh: need the {model.experts.count} experts divisible by ep": (
+                model.experts.count % ep
+            ),
+            f"--strategy {name}: need ep=1, as it knows no experts that fewer ranks hold": (
+                ep > 1 and name not in OVER_EXPERTS
+            ),
+            "--strategy megatron: need a dense model": name == "megatron",
+            "--sequence-parallel: need a dense model": config.sequence_parallel,
+            "--optimizer muon: need ep=1": config.optimizer == "muon" and ep > 1,
+            "--bias-step: need a router of sigmoids": (
+                config.bias_step and model.experts.router != "sigmoid"
+            ),
+        }
+    for need, is_broken in needs.items():
+        if is_broken:
+            raise CourseError(f"{need}; got model {model.name} and ep={ep}. Try docs/training.md.")
 
 
 def check_fits(config: Any) -> None:

@@ -9,6 +9,7 @@ and any number of micro-batches give the step of one rank with the whole batch.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from course_lib.checkpoint.from_hub import load_hugging_face
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.core.specs import ModelSpec
+from course_lib.expert_parallel import expert_groups, parallelize_experts
 from course_lib.mesh.model_part import apply_methods
 from course_lib.models import BERT, GPT
 from course_lib.models.data import mixed_seed
@@ -36,6 +38,7 @@ from course_lib.train.checkpoint import LOCK_S, RunCheckpoints, forget_records, 
 from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of, was_restarted
 from course_lib.train.data import Batch, open_data, steps_of_an_epoch
 from course_lib.train.evaluation import validation_loss
+from course_lib.train.experts import RoutedLayers
 from course_lib.train.forward_backward import make_passes
 from course_lib.train.mesh import TrainMesh, placement_of
 from course_lib.train.metrics import LOOK, Metrics
@@ -79,21 +82,31 @@ class Trainer:
         run = config.plain(self.spec, self.data.identity, self.dp) | {"steps_an_epoch": per_epoch}
         self.record = RunRecord(rank, world_size, run)
         self.metrics = Metrics(self.record, self.mesh.num_copies, config.lr)
+        whole = self._whole_model()
+        self.routed = RoutedLayers(whole)
         self.part = apply_methods(
-            self._whole_model(),
+            whole,
             self.mesh,
             lambda module, group: STRATEGIES[config.strategy](module, config, group),
             over_cp=partial(over_tokens, config=config),
+            over_ep=self._over_ep(),
             splits=config.strategy != "megatron",
             sequence_parallel=config.sequence_parallel,
             placement=placement_of(config),
         )
         self.model, self.wrapped = self.part.module, self.part.wrapped
+        self.routed.keep(self.model)
         self.adapter = (self.wrapped.adapter or PartAdapter)(self.part, self.mesh, config)
         self.progress = Progress()
         self._open_folder()
         self._pass, self._losses = make_passes(self.part, config, self.mesh)
         self._first = self.progress.step
+
+    def _over_ep(self) -> Callable[[GPT], object] | None:
+        """Return what divides the experts; None where every rank has all of them."""
+        if self.config.ep == 1:
+            return None
+        return partial(parallelize_experts, group=expert_groups(self.mesh, self.config.ep))
 
     def _spec(self, config: TrainConfig) -> ModelSpec:
         """Return the model with the vocabulary of the data. Raises: CourseError for a read one"""
@@ -180,6 +193,8 @@ class Trainer:
         num_tokens = self.mesh.part_of(batch[0]).numel() * self.mesh.reports
         times = {"start_s": start_s - self._zero_s, "end_s": time.perf_counter() - self._zero_s}
         more = times if norm is None else times | {"grad_norm": norm}
+        if loads := self.routed.end(self.mesh.copies, config.bias_step):
+            more |= {"tokens_per_expert": loads}
         self.metrics.step_done(found, step=n, num_tokens=num_tokens, **more)
 
     def _gradients(self, batch: Batch) -> Tensor:
@@ -189,6 +204,7 @@ class Trainer:
         micro_batches = split_micro_batches(part, count)
         copies = self.mesh.num_copies
         shares = [by_tokens(asked, batch[1]) * copies for _, asked in micro_batches]
+        self.routed.begin(self.config.aux_weight, shares)
         found = self._pass(micro_batches, shares)
         if self.progress.step + 1 == self.config.steps:
             self.metrics.note_memory(self.adapter.state_bytes())
