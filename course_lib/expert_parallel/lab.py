@@ -28,7 +28,7 @@ from course_lib.models.moe import MoE, Routing, drop, move_bias
 from course_lib.ranks import Ranks, record, span
 from course_lib.ranks.timing import from_zero
 
-ROW_S = 2e-4  # of an expert that sleeps, in forward; twice as long in backward
+ROW_S = 4e-4  # of an expert that sleeps, in forward; twice as long in backward
 RULES = ("none", "auxiliary loss", "moved bias")
 
 
