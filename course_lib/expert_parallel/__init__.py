@@ -2,7 +2,8 @@
 
 `exchange.py` sends copies of tokens to their experts and brings the results back, `groups.py` says
 which ranks share experts and which hold the same ones, `model.py` divides the experts of a model,
-`expert_tensor.py` splits each of them instead; `cost.py` counts bytes, loads and memory.
+`expert_tensor.py` splits each of them instead; `cost.py` counts bytes, loads and memory,
+`simulation.py` draws tokens; `lab.py` measures, `pictures.py` and `explorer.py` draw.
 """
 
 from typing import TYPE_CHECKING
