@@ -107,6 +107,7 @@ def train(
     async_save: o.AsyncSave = False,
     checkpoint_format: o.CheckpointFormat = "course",
     resume: o.Resume = False,
+    record_values: o.RecordValues = None,
 ) -> None:
     """Train a GPT or a BERT; `HELP` is what --help says."""
     raise typer.Exit(run(context.params, context.obj))
@@ -173,7 +174,7 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     if options["seq"] is None:
         options["seq"] = min(SEQ, options["model"].max_seq)
     options["strategy"] = options["strategy"] or ("ddp" if num_ranks > one_copy else "single")
-    for path in ("out", "init"):
+    for path in ("out", "init", "record_values"):
         options[path] = str(options[path]) if options[path] else None
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
     config = TrainConfig(**options)

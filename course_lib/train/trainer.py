@@ -9,7 +9,7 @@ the step of one rank with the whole batch.
 """
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +24,7 @@ from course_lib.checkpoint.from_hub import load_hugging_face
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.core.specs import ModelSpec
+from course_lib.debugging.recording import Recording
 from course_lib.mesh.model_part import apply_methods
 from course_lib.models import BERT, GPT
 from course_lib.models.data import mixed_seed
@@ -91,6 +92,9 @@ class Trainer:
         self._open_folder()
         self._pass, self._losses = make_passes(self.part, config, self.mesh)
         self._first = self.progress.step
+        self.recording: Recording | None = None
+        if config.record_values:
+            from_all(self._open_recording, None)
 
     def _spec(self, config: TrainConfig) -> ModelSpec:
         """Return the model with the vocabulary of the data. Raises: CourseError for a read one"""
@@ -122,6 +126,7 @@ class Trainer:
             self._lock,
             self._preemption as preemption,
             self._profiler as profiler,
+            closing(self.recording) if self.recording else nullcontext(),
             ProgressBar(self.progress, self.config.steps, every) as bar,
         ):
             if self.config.eval_only:
@@ -171,6 +176,8 @@ class Trainer:
             for group in self.adapter.optimizer.param_groups if self.adapter.optimizer else ():
                 group["lr"] = config.lr_at(n)
             self.adapter.step()
+        if self.recording:
+            self.recording.step_done()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.progress.step_done(config.global_batch * config.seq)
@@ -188,8 +195,12 @@ class Trainer:
         found = self._pass(micro_batches, shares)
         if self.progress.step + 1 == self.config.steps:
             self.metrics.note_memory(self.adapter.state_bytes())
+        if self.recording and self.dp == 1 and not self.wrapped.reduces_in_backward:
+            self.recording.gradients(self.adapter.grad_shards(), local=True)
         self.wrapped.finish()
         self.adapter.finish()
+        if self.recording:
+            self.recording.gradients(self.adapter.grad_shards())
         return found if self.mesh.reports else torch.zeros_like(found)
 
     def _part(self, whole: Tensor) -> Tensor:
@@ -232,6 +243,17 @@ class Trainer:
         if config.profile:
             from_all(profiler.check_path, None)
         return profiler
+
+    def _open_recording(self) -> None:
+        """Begin to record values. Raises: CourseError for a folder that has some"""
+        mesh = self.mesh
+        self.recording = Recording(
+            self.model,
+            str(self.config.record_values),
+            model=self.adapter.state()["model"],
+            axes={axis: (mesh.index(axis), mesh.size(axis)) for axis in mesh.mesh.sizes},
+            first_step=self.progress.step,
+        )
 
     def _hold(self, lock: BinaryIO) -> None:
         self._lock.enter_context(lock)
