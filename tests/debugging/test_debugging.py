@@ -75,7 +75,7 @@ FAULTS = {  # by fault: step, phase and name of the first difference
     "seed": (0, "start", "0.weight"),
     "data": (1, "input", "model"),
     "module": (1, "forward", "1"),
-    "loss": (1, "backward", "model"),
+    "loss": (1, "backward", "2"),
     "gradient": (1, "gradient", "0.bias"),
     "moments": (1, "parameter", "0.weight"),
 }
