@@ -115,6 +115,7 @@ def train(
     resume: o.Resume = False,
     dry_run: o.DryRun = False,
     cluster: o.ClusterOption = "dgx-h100",
+    record_values: o.RecordValues = None,
 ) -> None:
     """Train a GPT or a BERT; `HELP` is what --help says."""
     raise typer.Exit(run(context.params, context.obj))
@@ -200,7 +201,7 @@ def configure(options: dict[str, Any], *, dry: bool = False) -> tuple[TrainConfi
         options["seq"] = min(SEQ, options["model"].max_seq)
     usual = "ddp" if num_ranks > mesh.size("pp", "tp") else "single"
     options["strategy"] = options["strategy"] or usual
-    for path in ("out", "init"):
+    for path in ("out", "init", "record_values"):
         options[path] = str(options[path]) if options[path] else None
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
     config = TrainConfig(**options)

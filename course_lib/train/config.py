@@ -75,6 +75,7 @@ class TrainConfig:
     save_every    steps between two checkpoints; 0: none
     keep          checkpoints that stay; older ones are removed
     async_save    write a checkpoint while the training goes on
+    record_values folder for fingerprints of all activations, gradients and parameters; None: none
 
     Raises: CourseError for what cannot be trained
     """
@@ -123,6 +124,7 @@ class TrainConfig:
     async_save: bool = False
     checkpoint_format: str = "course"
     resume: bool = False
+    record_values: str | None = None
 
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, tuple(LR))

@@ -207,6 +207,14 @@ ProfiledSteps = Annotated[
         "--out, under profile.",
     ),
 ]
+RecordValues = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Record fingerprints of all activations, gradients and parameters of every step in a "
+        "new folder, for course diff. For small models.",
+    ),
+]
 SaveEvery = Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")]
 Keep = Annotated[int, typer.Option(help="Number of checkpoints to keep; older ones are removed.")]
 AsyncSave = Annotated[

@@ -258,7 +258,7 @@ def _check_framework(config: Any) -> None:
         )
     given = {"--clip-norm": config.clip_norm, "--warmup": config.warmup}
     given |= {"--lr-decay": config.lr_decay, "--eval-every": config.eval_every}
-    given |= {"--eval-only": config.eval_only}
+    given |= {"--eval-only": config.eval_only, "--record-values": config.record_values}
     if option := next((option for option, value in given.items() if value), ""):
         raise CourseError(
             f"{option}: need a strategy of the course or of PyTorch; got {name}. "

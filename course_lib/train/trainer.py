@@ -10,7 +10,7 @@ and any number of micro-batches give the step of one rank with the whole batch.
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from course_lib.checkpoint.from_hub import load_hugging_face
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.core.specs import ModelSpec
+from course_lib.debugging.recording import Recording
 from course_lib.expert_parallel import expert_groups, parallelize_experts
 from course_lib.mesh.model_part import apply_methods
 from course_lib.models import BERT, GPT
@@ -105,6 +106,9 @@ class Trainer:
         self._open_folder()
         self._pass, self._losses = make_passes(self.part, config, self.mesh)
         self._first = self.progress.step
+        self.recording: Recording | None = None
+        if config.record_values:
+            from_all(self._open_recording, None)
 
     def _over_ep(self) -> Callable[[GPT], object] | None:
         """Return what divides the experts; None where every rank has all of them."""
@@ -143,6 +147,7 @@ class Trainer:
             self._lock,
             self._preemption as preemption,
             self._profiler as profiler,
+            closing(self.recording) if self.recording else nullcontext(),
             ProgressBar(self.progress, self.config.steps, every) as bar,
         ):
             if self.config.eval_only:
@@ -193,6 +198,8 @@ class Trainer:
             for group in self.adapter.optimizer.param_groups if self.adapter.optimizer else ():
                 group["lr"] = config.lr_at(n)
             self.adapter.step()
+        if self.recording:
+            self.recording.step_done()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.progress.step_done(config.global_batch * config.seq)
@@ -214,8 +221,12 @@ class Trainer:
         found = self._pass(micro_batches, shares)
         if self.progress.step + 1 == self.config.steps:
             self.metrics.note_memory(self.adapter.state_bytes())
+        if self.recording and self.mesh.num_copies == 1 and not self.wrapped.reduces_in_backward:
+            self.recording.gradients(self.adapter.grad_shards(), local=True)
         self.wrapped.finish()
         self.adapter.finish()
+        if self.recording:
+            self.recording.gradients(self.adapter.grad_shards())
         return found if self.mesh.reports else torch.zeros_like(found)
 
     @property
@@ -254,6 +265,17 @@ class Trainer:
         if config.profile:
             from_all(profiler.check_path, None)
         return profiler
+
+    def _open_recording(self) -> None:
+        """Begin to record values. Raises: CourseError for a folder that has some"""
+        mesh = self.mesh
+        self.recording = Recording(
+            self.model,
+            str(self.config.record_values),
+            model=self.adapter.state()["model"],
+            axes={axis: (mesh.index(axis), mesh.size(axis)) for axis in mesh.mesh.sizes},
+            first_step=self.progress.step,
+        )
 
     def _hold(self, lock: BinaryIO) -> None:
         self._lock.enter_context(lock)

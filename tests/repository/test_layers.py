@@ -15,6 +15,7 @@ LAYERS = (  # a package imports only from what stands before it
     *("core", "cost", "models", "ranks", "frameworks", "collectives", "display"),
     *("memory", "speed", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
     *("pipeline", "zero", "fsdp", "context_parallel", "expert_parallel", "mesh", "checkpoint"),
+    "debugging",
     *("train", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )
 WINGS = {"course_lib": LAYERS, "course_tools": (*LAYERS, "authoring", "grading", "commands")}
