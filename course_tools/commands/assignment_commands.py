@@ -8,6 +8,7 @@ from rich.console import Console
 
 from course_lib.core import CourseError
 from course_lib.jobs.site_commands import plain_table
+from course_tools.commands.export_command import export
 
 assignment_app = typer.Typer(
     help="Compose an assignment from exercises, and hand it out.",
@@ -200,7 +201,7 @@ def new_exercise(
 
 def add_assignment_commands(app: typer.Typer) -> None:
     """Add all commands of this file to the command line."""
-    for command in (new, release, show):
+    for command in (new, release, show, export):
         assignment_app.command()(command)
     app.add_typer(assignment_app, name="assignment")
     app.command()(new_exercise)

@@ -40,7 +40,7 @@ def test_a_wrong_answer_has_the_points_of_the_parts_that_hold(small_class, tmp_p
         "twice": {"toy_3": f"{three}    y = x * 0\n    dist.all_reduce(y)\n{reduce}{divided}"},
         "none": {
             "toy_3": "def mean(x):\n    return x\n",
-            "toy_1": "def add(x, y):\n    return y\n",
+            "toy_1": "def add(x, y):\n    return x\n",
         },
         "shown": {"toy_2": hidden},
     }
