@@ -104,7 +104,7 @@ def write_sources(source: Path, stems: list[str], audience: str, slides: Path) -
     for stem, decks in decks_of.items():
         others = [*site_lessons.slide_links(decks), *site_repository.run_links(stem, named)]
         live = {n: site_live.html_of(n, "../") for n, one in parts.items() if one.lesson == stem}
-        others += [(f"Play: {parts[name].question}", f"../play/{name}.html") for name in live]
+        others += [(f"Play: {site_live.title_of(name)}", f"../play/{name}.html") for name in live]
         site_lessons.write_lesson(ROOT, stem, audience, source, others, packages, live)
     for stem in set(lessons_named([])) - set(stems):
         site_lessons.write_placeholder(stem, source)

@@ -25,7 +25,7 @@ FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zi
 FILES += ("pyodide-lock.json",)
 DATA = (".csv", ".json", ".gz")
 LOADED = "import sys, {}; print(*(m.__file__ for n, m in sys.modules.items() if 'course_lib' in n))"
-PAGE = "# {question}\n\n{part}\n\nFrom [lesson {lesson}](../notebooks/{lesson}.ipynb). {told}\n"
+PAGE = "# {title}\n\n{part}\n\nFrom [lesson {lesson}](../notebooks/{lesson}.ipynb). {told}\n"
 TOLD = (
     "Nothing leaves this page: the formulas of the course run in it, in Python. "
     "The address keeps what you choose, so that you can share it."
@@ -35,7 +35,7 @@ TOLD = (
 def all_parts(root: Path) -> dict[str, tuple[Live, list[str]]]:
     """Every live part of the lessons by name, with its module and its name there."""
     found = {}
-    for path in sorted(root.glob("course_lib/*/live.py")):
+    for path in sorted(root.glob("course_lib/*/live*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts)
         for name, value in vars(importlib.import_module(module)).items():
             if isinstance(value, Live):
@@ -82,15 +82,23 @@ def write_live(root: Path, source: Path, stems: list[str]) -> dict[str, Live]:
 def write_pages(folder: Path, parts: dict[str, Live]) -> None:
     """Write a page for each part, and one that lists them."""
     folder.mkdir()
-    rows = [f"- [{part.question}]({name}.md) ({part.lesson})" for name, part in parts.items()]
+    rows = [
+        f"- [{title_of(name)}]({name}.md) (lesson {part.lesson}): {part.question}"
+        for name, part in parts.items()
+    ]
     tree = "\n".join(["```{toctree}", ":hidden:", "", *parts, "```"])
     lines = ["# Play", "", TOLD, "", *rows, "", tree, ""]
     (folder / "index.md").write_text("\n".join(lines), encoding="utf-8")
     for name, part in parts.items():
         page = PAGE.format(
-            question=part.question, part=html_of(name, "../"), lesson=part.lesson, told=TOLD
+            title=title_of(name), part=html_of(name, "../"), lesson=part.lesson, told=TOLD
         )
         (folder / f"{name}.md").write_text(page, encoding="utf-8")
+
+
+def title_of(name: str) -> str:
+    """The title of a part's page."""
+    return name.replace("_", " ").replace(" explorer", "").replace("explore ", "").capitalize()
 
 
 def write_archive(root: Path, file: Path) -> None:

@@ -72,7 +72,7 @@ def test_formulas_need_nothing_but_python():
         for path in files
         if path.name in ("cost.py", "live.py")
     ]
-    names += ["course_lib.pipeline.bound", "course_lib.planner.notes", "course_lib.cost"]
+    names += ["course_lib.pipeline.live_by_hand", "course_lib.planner.notes", "course_lib.cost"]
     code = f"import course_lib.pipeline, course_lib.planner, {', '.join(names)}"
     bare = [sys.executable, "-S", "-c", code]  # -S: no installed package
     done = subprocess.run(bare, capture_output=True, text=True, cwd=ROOT)

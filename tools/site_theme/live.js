@@ -47,7 +47,7 @@ function box(svg, x, y, width, height, ink, words) {
   const frame = { x, y, width: Math.max(width, 1), height, stroke: "#fff", "stroke-width": 1 };
   svg.append(tag("rect", { ...frame, fill: ink.fill }));
   if (ink.hatch) svg.append(tag("rect", { ...frame, fill: "url(#live-hatch)" }));
-  if (words && wide(words) < width - 2) {
+  if (words && wide(words) < width + 1) {
     const place = { "text-anchor": "middle", fill: ink.text };
     svg.append(word(x + width / 2, y + height / 2 + TEXT * 0.36, words, place));
   }
