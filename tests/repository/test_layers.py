@@ -20,8 +20,9 @@ LAYERS = (  # a package imports only from what stands before it
 )
 WINGS = {"course_lib": LAYERS, "course_tools": (*LAYERS, "authoring", "grading", "commands")}
 NO_TORCH = (  # formulas and simulations, by path or by the name of the file
-    *("core/", "cost/", "cost.py", "collectives/messages.py"),
+    *("core/", "cost/", "cost.py", "live.py", "collectives/messages.py"),
     *("pipeline/actions.py", "pipeline/schedules.py", "pipeline/schedule_rules.py"),
+    "pipeline/live_by_hand.py",
     *("pipeline/simulation.py", "pipeline/balance.py", "pipeline/token_pipeline.py"),
     *("mesh/mesh.py", "planner/plan.py", "planner/cluster.py", "planner/prediction.py"),
     *("planner/predicting.py", "planner/stages.py", "planner/sharding.py"),
