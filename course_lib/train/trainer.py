@@ -22,12 +22,12 @@ from torch import Tensor
 
 from course_lib.accumulation.accumulation import by_tokens, split_micro_batches
 from course_lib.checkpoint.agree import from_all, from_first
-from course_lib.checkpoint.from_hub import load_hugging_face
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.core.specs import ModelSpec
 from course_lib.debugging.recording import Recording
 from course_lib.expert_parallel import expert_groups, parallelize_experts
+from course_lib.hub.loading import load_hugging_face
 from course_lib.mesh.model_part import apply_methods
 from course_lib.models import BERT, GPT
 from course_lib.models.data import mixed_seed
