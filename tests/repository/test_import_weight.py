@@ -13,7 +13,10 @@ IN_HELP = (*HEAVY, "rich.progress", "psutil", "importlib.metadata")  # what help
 COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy")
 LATER = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 ENGINES = ("deepspeed", "accelerate", "transformers", "lightning_fabric", "megatron", "matplotlib")
-ON_DEMAND = ("context_parallel", "ddp", "fsdp", "mesh", "pipeline", "tensor_parallel", "zero")
+ON_DEMAND = (
+    *("context_parallel", "ddp", "expert_parallel", "fsdp", "mesh", "pipeline", "tensor_parallel"),
+    "zero",
+)
 RANK = """
 import os, sys
 from course_lib.train import __main__ as command_line, launcher
@@ -48,6 +51,7 @@ def imported_by(code: str) -> set[str]:
         (COMMAND.format(SEARCH.split()), HEAVY),
         ("import course_lib.planner", (*HEAVY, "rich", "typer")),
         ("import course_lib.context_parallel.cost", HEAVY),
+        ("import course_lib.expert_parallel.cost", HEAVY),
         ("import course_lib.train.launcher", HEAVY),
         ("import course_lib.train.trainer", (*COMPILER, *LATER, *ENGINES)),
     ],
