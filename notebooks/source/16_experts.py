@@ -13,7 +13,7 @@
 # - keep experts balanced, with an auxiliary loss or with a bias that is moved;
 # - choose how to split the experts of a published model.
 #
-# **Prerequisites:** lessons 04, 05, 07. **Time:** about 40 minutes to read and run, 50 for five
+# **Prerequisites:** lessons 04, 06, 07. **Time:** about 35 minutes to read and run, 55 for five
 # exercises (core: 1, 2, 3, 4).
 #
 # | symbol | in code | meaning |
@@ -136,7 +136,7 @@ print(f"with k = 2 it is {largest_gradient(2):.2f}")
 #
 # ### Exercise 1 (core): a router and its gradient
 #
-# *Difficulty 3 of 5, importance 5 of 5, about 10 minutes.*
+# *Difficulty 3 of 5, importance 5 of 5, about 8 minutes.*
 #
 # Return the chosen experts (best first) and their weights, both `[tokens, top_k]`, and the gradient
 # of `logits`, `[tokens, experts]`. The weights are the softmax over the chosen logits;
@@ -198,7 +198,7 @@ show(*pictures.dispatch_picture(choices, ep=4, experts=4))
 #
 # ### Exercise 2 (core): dispatch and combine
 #
-# *Difficulty 4 of 5, importance 5 of 5, about 20 minutes.*
+# *Difficulty 4 of 5, importance 5 of 5, about 18 minutes.*
 #
 # Return the outputs of this rank's tokens, `[tokens, hidden]`. `experts` and `weights` are
 # `[tokens, top_k]`. Rank 0 holds the first `num_experts / p` experts, rank 1 the next ones. Ranks
@@ -384,7 +384,7 @@ show(*pictures.groups_picture(dp=4, ep=2, experts=8))
 #
 # ### Exercise 3 (core): average the gradients
 #
-# *Difficulty 3 of 5, importance 5 of 5, about 10 minutes.*
+# *Difficulty 3 of 5, importance 5 of 5, about 8 minutes.*
 #
 # Average the gradients of this rank in place. `dense` and `experts` are lists of tensors. All ranks
 # hold the dense parameters; ranks with the same `rank % ep` hold the same experts. Each rank's loss
@@ -417,7 +417,8 @@ check("experts-3", average_gradients)
 # the gradients of the experts by $p$ in backward, and whoever averages gradients afterwards only
 # needs to know which ranks hold the same expert. We leave out this division. Then experts have
 # gradients $p$ times too large, here 2 times, and all other parameters are right. What is the last
-# loss, divided by the correct one?
+# loss, divided by the correct one? (`Mesh(dp=p)` of lesson 11 names the ranks; `expert_groups` forms
+# the groups of the picture.)
 
 # %%
 from course_lib.ddp import DDP
@@ -587,7 +588,7 @@ show(*pictures.dropped_picture(loads, dropped, factors))
 #
 # ### Exercise 4 (core): two rules
 #
-# *Difficulty 2 of 5, importance 4 of 5, about 10 minutes.*
+# *Difficulty 2 of 5, importance 4 of 5, about 8 minutes.*
 #
 # Write both. `auxiliary_loss` returns $E \sum f_e P_e$ for `probabilities`, `[tokens, E]`, whose
 # rows add up to 1, and the chosen `experts`, `[tokens, k]`. `moved_bias` returns the bias after a
@@ -668,7 +669,7 @@ show(*pictures.loads_picture(by_rule, 4))
 #
 # ### Exercise 5 (further): seconds of each plan
 #
-# *Difficulty 3 of 5, importance 4 of 5, about 15 minutes.*
+# *Difficulty 3 of 5, importance 4 of 5, about 13 minutes.*
 #
 # Return a dict with the forward seconds of each plan `(ep, tp, capacity)` that fits. Experts have
 # three matrices hidden x ffn, with 16 bytes per parameter, divided by ep tp: at most `room_bytes`.
