@@ -157,6 +157,8 @@ MESHES = {  # a run on two ranks; what is patched away; parameters whose gradien
     "tied": ({"pp": 2}, ("pp", {"embedding.weight"})),
     "fsdp": ({"strategy": "fsdp"}, ()),
     "zero": ({"strategy": "zero2"}, ()),
+    "torch-fsdp": ({"strategy": "torch-fsdp"}, ()),
+    "zb-v": ({"pp": 2, "schedule": "zb-v", "micro_batch": 1}, ()),
 }
 
 
