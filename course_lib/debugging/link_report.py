@@ -93,7 +93,7 @@ def read_nccl_tests(path: Path) -> LinkTimes:
     """Return the out-of-place times of what a program of nccl-tests has printed.
 
     Raises: CourseError for another text
-    Source: NVIDIA nccl-tests, doc/PERFORMANCE.md; src/common.cu, for the columns
+    Source: NVIDIA nccl-tests, doc/PERFORMANCE.md
     """
     text = read_text(path, "the output of nccl-tests", hint="Try all_reduce_perf -b 8 -e 8G -f 2.")
     ranks = len(set(re.findall(r"^#\s+Rank\s+(\d+)\s", text, re.MULTILINE)))
