@@ -36,7 +36,7 @@ STYLES = {"right": "green", "wrong": "red", "missing": "red", "twice": "red", "n
 GROUPS = {
     "The course": ("start", "check", "progress", "reset", "pack", "update", "doctor"),
     "Predictions and recorded runs": ("memory", "plan", "trace", "checkpoint"),
-    "A run that is wrong, slow or stuck": ("diff", "hang", "why"),
+    "A run that is wrong, slow or stuck": ("diff", "hang", "why", "links"),
     "A cluster": (
         *("cluster", "lint-job", "submit", "status", "logs", "cancel", "collect"),
         *("study", "report"),
