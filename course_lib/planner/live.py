@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from course_lib.core.errors import CourseError
-from course_lib.core.hub_config import read_values
+from course_lib.hub.config import read_values
 from course_lib.core.live import Bars, Drawing, Live, Table
 from course_lib.core.parallelism import ZERO_STAGES, Parallelism
 from course_lib.core.presets import MODELS, find_model
