@@ -50,7 +50,7 @@ from course_lib.train.profiler import StepProfiler
 from course_lib.train.progress import Progress, ProgressBar
 from course_lib.train.rules import check_profiled_steps, profiled_steps
 from course_lib.train.run_folder import check_files
-from course_lib.train.strategies import STRATEGIES, over_tokens
+from course_lib.train.strategies import STRATEGIES, over_tokens, scheduler_note
 
 RECOMPUTE = {"full": recompute_full, "selective": recompute_selective}
 
@@ -153,6 +153,8 @@ class Trainer:
             if self.config.eval_only:
                 self._evaluate(bar)
                 return self.record
+            if every and (told := scheduler_note(self.config, self.record.world_size)):
+                bar.say(told)
             is_over = self.is_done or preemption.is_agreed
             while not is_over:
                 preemption.ask()
@@ -195,7 +197,7 @@ class Trainer:
         found = self._gradients(batch)
         with span("optimizer"):
             norm = self.adapter.clip(config.clip_norm) if config.clip_norm else None
-            for group in self.adapter.optimizer.param_groups if self.adapter.optimizer else ():
+            for group in self.adapter.optimizer.param_groups:
                 group["lr"] = config.lr_at(n)
             self.adapter.step()
         if self.recording:
@@ -243,7 +245,10 @@ class Trainer:
         """Keep other runs out of the folder, and load the latest checkpoint to resume from."""
         config, self._lock = self.config, ExitStack()
         self._preemption = Preemption(bool(config.save_every))
-        self.checkpoints = RunCheckpoints(config, config.identity(self.spec, self.data.identity))
+        identity = config.identity(self.spec, self.data.identity)
+        if config.uses_framework:
+            identity["ranks"] = self.record.world_size  # each has files of its own
+        self.checkpoints = RunCheckpoints(config, identity)
         restarted = any(from_all(was_restarted, None))  # ranks that join others may be new
         from_first(lambda: check_files(config, restarted), None)
         folder, has_folder = Path(config.out or ""), config.out is not None
