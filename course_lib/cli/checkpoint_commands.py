@@ -161,7 +161,7 @@ def convert(
     course checkpoint convert runs/a gpt2 --to hf --step 100
     course checkpoint convert downloads/qwen3 runs/b --to course
     """
-    from course_lib.checkpoint import convert as conversions
+    from course_lib.hub import convert as conversions
 
     if to == Layout.course:
         _from_hub(Path(folder), out, {"--step": step, "--model": model})
