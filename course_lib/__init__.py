@@ -20,6 +20,7 @@ files are for: the method, and where the lesson has them, what predicts, measure
     scaling_study      13  predict, run and compare strategies on a laptop or a cluster
     checkpoint         14  sharded, whole or not at all, loaded at any world size
     context_parallel   15  one long sequence split over ranks: ring, Ulysses, all-gathered keys
+    expert_parallel    16  experts of a layer on many ranks: dispatch, combine, gradients, balance
 
 What they stand on, and what serves them:
 

@@ -74,7 +74,8 @@ class GPT(nn.Module):
             x = x + self.positions(torch.arange(seq, device=tokens.device))
         return self.dropout(x)
 
-    def run_blocks(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    @staticmethod
+    def run_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
         """Apply all blocks in order; `recompute_segments` replaces this method."""
         for block in blocks:
             x = block(x)
@@ -263,7 +264,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) 
     """
     if q.is_meta:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(q, k, v, **options)[0]  # type: ignore[no-any-return]
+        return flash(q, k, v, **options)[0]
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
 
 

@@ -84,7 +84,10 @@ def train(
     pp: o.Pp = None,
     cp_form: o.CpForm = None,
     cp_layout: o.CpLayout = None,
+    aux_weight: o.AuxWeight = 0.0,
+    bias_step: o.BiasStep = 0.0,
     sequence_parallel: o.SequenceParallel = False,
+    recompute: o.Recompute = None,
     schedule: o.ScheduleOption = None,
     model_chunks: o.ModelChunks = None,
     seq: o.Seq = None,
@@ -112,6 +115,7 @@ def train(
     resume: o.Resume = False,
     dry_run: o.DryRunOption = False,
     cluster: o.ClusterOption = "dgx-h100",
+    record_values: o.RecordValues = None,
 ) -> None:
     raise typer.Exit(run(context.params, context.obj))
 
@@ -171,7 +175,7 @@ def configure(options: dict[str, Any], *, dry: bool = False) -> tuple[TrainConfi
     positive("ranks", wanted)
     if started and wanted not in (None, started):
         raise CourseError(f"--ranks: need the {started} ranks that torchrun started; got {wanted}.")
-    mesh = _mesh(options)
+    mesh, options["ep"] = _mesh(options)
     options |= {axis: mesh.size(axis) for axis in ("pp", "cp", "tp")}
     num_ranks = started or wanted or mesh.world_size
     if "dp" in mesh.sizes and num_ranks != mesh.world_size:
@@ -196,7 +200,7 @@ def configure(options: dict[str, Any], *, dry: bool = False) -> tuple[TrainConfi
         options["seq"] = min(SEQ, options["model"].max_seq)
     usual = "ddp" if num_ranks > mesh.size("pp", "tp") else "single"
     options["strategy"] = options["strategy"] or usual
-    for path in ("out", "init"):
+    for path in ("out", "init", "record_values"):
         options[path] = str(options[path]) if options[path] else None
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
     config = TrainConfig(**options)
@@ -209,8 +213,11 @@ def configure(options: dict[str, Any], *, dry: bool = False) -> tuple[TrainConfi
     return config, num_ranks
 
 
-def _mesh(options: dict[str, Any]) -> Mesh:
-    """Return the mesh of --mesh, without dp where the number of ranks decides."""
+def _mesh(options: dict[str, Any]) -> tuple[Mesh, int]:
+    """Return the mesh of --mesh, without dp where the number of ranks decides, and ep.
+
+    ep is no axis of the ranks: it reuses those of dp and cp.
+    """
     text, old = options.pop("mesh"), {axis: options.pop(axis) for axis in ("tp", "pp")}
     if given := {axis: size for axis, size in old.items() if size is not None}:
         together = ",".join(f"{axis}={size}" for axis, size in given.items())
@@ -218,11 +225,8 @@ def _mesh(options: dict[str, Any]) -> Mesh:
             f"--{next(iter(given))}: need all axes in one option. Try --mesh {together}."
         )
     mesh = Mesh() if text is None else read_mesh(text)
-    if others := mesh.sizes.keys() - {"dp", "pp", "cp", "tp"}:
-        raise MeshError(
-            f"--mesh: need axes out of dp, pp, cp, tp; got {', '.join(sorted(others))}."
-        )
-    return mesh
+    axes = {axis: size for axis, size in mesh.sizes.items() if axis != "ep"}
+    return Mesh(**axes), mesh.size("ep")
 
 
 def _model(options: dict[str, Any]) -> ModelSpec:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from course_lib.checkpoint.model_state import whole_shard
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import Shard
 from course_lib.fsdp.fsdp import FSDP
@@ -51,6 +52,9 @@ class OptimizerAdapter(Protocol):
 
     def clip(self, max_norm: float) -> float:
         """Scale the whole gradient so that its norm is at most max_norm; return it before."""
+
+    def grad_shards(self) -> dict[str, Shard]:
+        """Return what this rank has of the gradients, by their names in the whole model."""
 
     def step(self) -> None:
         """Update the parameters; afterwards every rank can compute with them."""
@@ -103,6 +107,15 @@ class PartAdapter:
     def clip(self, max_norm: float) -> float:
         """Clip by the norm of the whole gradient, over all axes of the mesh."""
         return number_in(clip_grad_norm_across(self.part.module, self.mesh, max_norm))
+
+    def grad_shards(self) -> dict[str, Shard]:
+        """Return what this rank has of the gradients, by their names in the whole model."""
+        found: dict[str, Shard] = {}
+        for one in self._held():  # a parameter may be in several flat ones of ZeRO
+            place = self.part.places[one.param]
+            shard = place.to_whole(one.shard_of(one.grad))
+            found.setdefault(place.names[0], Shard(shard.shape)).pieces += shard.pieces
+        return found
 
     def step(self) -> None:
         """Update what this rank steps; afterwards every rank can compute with it."""
@@ -222,6 +235,11 @@ class TorchFSDPAdapter:
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         return float(norm.full_tensor())
 
+    def grad_shards(self) -> dict[str, Shard]:
+        """Return the shards of the gradients, which are DTensors."""
+        named = self.model.named_parameters()
+        return {name: whole_shard(param.grad) for name, param in named if param.grad is not None}
+
     def step(self) -> None:
         """Update the shards; the next forward gathers them."""
         self.optimizer.step()
@@ -254,6 +272,10 @@ class FrameworkAdapter:
     def clip(self, max_norm: float) -> float:
         """Refuse to clip; the settings do not allow it. Raises: CourseError"""
         raise CourseError(f"{self.engine.name}: need no clipping; got {max_norm}.")
+
+    def grad_shards(self) -> dict[str, Shard]:
+        """Return nothing: the settings allow no recording."""
+        return {}
 
     def step(self) -> None:
         """Run the framework's own update."""

@@ -17,8 +17,8 @@ COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_
 LATER = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 ENGINES = ("deepspeed", "accelerate", "transformers", "lightning_fabric", "megatron", "matplotlib")
 ON_DEMAND = (
-    *("checkpoint", "collectives", "context_parallel", "data_parallel", "ddp", "fsdp", "mesh"),
-    *("pipeline", "recompute", "tensor_parallel", "zero"),
+    *("checkpoint", "collectives", "context_parallel", "data_parallel", "ddp", "expert_parallel"),
+    *("fsdp", "mesh", "pipeline", "recompute", "tensor_parallel", "zero"),
 )
 RANK = """
 import os, sys
@@ -54,6 +54,7 @@ def imported_by(code: str) -> set[str]:
         (COMMAND.format(SEARCH.split()), HEAVY),
         ("import course_lib.planner", (*HEAVY, "rich", "typer")),
         ("import course_lib.context_parallel.cost", HEAVY),
+        ("import course_lib.expert_parallel.cost", HEAVY),
         ("import course_lib.train.launcher", HEAVY),
         ("import course_lib.train.trainer", (*COMPILER, *LATER, *ENGINES)),
     ],
@@ -67,8 +68,12 @@ def test_nothing_is_imported_that_is_not_used(code, without):
 def test_formulas_need_nothing_but_python():
     """A page runs them where neither PyTorch nor NumPy can be installed."""
     files = [path.relative_to(ROOT) for path in ROOT.glob("course_lib/**/*.py")]
-    names = [".".join(path.with_suffix("").parts) for path in files if path.name == "cost.py"]
-    names += ["course_lib.pipeline.bound", "course_lib.planner.notes", "course_lib.cost"]
+    names = [
+        ".".join(path.with_suffix("").parts)
+        for path in files
+        if path.name in ("cost.py", "live.py")
+    ]
+    names += ["course_lib.pipeline.live_by_hand", "course_lib.planner.notes", "course_lib.cost"]
     code = f"import course_lib.pipeline, course_lib.planner, {', '.join(names)}"
     bare = [sys.executable, "-S", "-c", code]  # -S: no installed package
     done = subprocess.run(bare, capture_output=True, text=True, cwd=ROOT)

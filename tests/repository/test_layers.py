@@ -15,14 +15,16 @@ LAYERS = (  # a package imports only from what stands before it
     *("core", "cost", "models", "ranks", "frameworks", "collectives", "display"),
     *("memory", "speed", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
     *("pipeline", "zero", "fsdp", "context_parallel", "expert_parallel", "mesh", "checkpoint"),
-    *("hub", "train", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
+    *("debugging", "hub"),
+    *("train", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )
 WINGS = {"course_lib": LAYERS, "course_tools": (*LAYERS, "authoring", "grading", "commands")}
 WITH_CORE = ("config", "families", "fields", "parts", "usual")  # of hub: how a spec is read
 NO_TORCH = (  # formulas and simulations, by path or by the name of the file
     *(f"hub/{name}" for name in WITH_CORE),
-    *("core/", "cost/", "cost.py", "collectives/messages.py"),
+    *("core/", "cost/", "cost.py", "live.py", "collectives/messages.py"),
     *("pipeline/actions.py", "pipeline/schedules.py", "pipeline/schedule_rules.py"),
+    "pipeline/live_by_hand.py",
     *("pipeline/simulation.py", "pipeline/balance.py", "pipeline/token_pipeline.py"),
     *("mesh/mesh.py", "planner/plan.py", "planner/cluster.py", "planner/prediction.py"),
     *("planner/predicting.py", "planner/stages.py", "planner/sharding.py"),
