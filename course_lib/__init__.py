@@ -29,6 +29,7 @@ What they stand on, and what serves them:
     models                 what is trained: GPT and BERT, tokens, texts
     frameworks             DeepSpeed, Accelerate and fully_shard behind one handle
     display                pictures and widgets
+    hub                    models of Hugging Face: config.json, tensor names, files, both ways
     train                  the training script, `python -m course_lib.train`
     jobs                   job scripts, schedulers, run records brought home
     checks                 what exercises call, by lesson (`checks/zero`): what is wrong, and why

@@ -113,7 +113,7 @@ def train(
     async_save: o.AsyncSave = False,
     checkpoint_format: o.CheckpointFormat = "course",
     resume: o.Resume = False,
-    dry_run: o.DryRun = False,
+    dry_run: o.DryRunOption = False,
     cluster: o.ClusterOption = "dgx-h100",
     record_values: o.RecordValues = None,
 ) -> None:

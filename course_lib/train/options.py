@@ -182,7 +182,7 @@ EvalOnly = Annotated[
     bool,
     typer.Option("--eval-only", help="Only a validation loss: with --init, or with --resume."),
 ]
-DryRun = Annotated[
+DryRunOption = Annotated[
     bool,
     typer.Option(
         "--dry-run",
