@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -192,7 +192,7 @@ class Trainer:
         self.progress.step_done(config.global_batch * config.seq)
         num_tokens = self.mesh.part_of(batch[0]).numel() * self.mesh.reports
         times = {"start_s": start_s - self._zero_s, "end_s": time.perf_counter() - self._zero_s}
-        more = times if norm is None else times | {"grad_norm": norm}
+        more: dict[str, Any] = times if norm is None else times | {"grad_norm": norm}
         if loads := self.routed.end(self.mesh.copies, config.bias_step):
             more |= {"tokens_per_expert": loads}
         self.metrics.step_done(found, step=n, num_tokens=num_tokens, **more)
