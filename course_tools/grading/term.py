@@ -54,7 +54,7 @@ def read_term(folders: Sequence[Path]) -> list[Grading]:
             rows = [(Graded.from_json(row), row["total"]) for row in data["rows"]]
             name = data["title"] or (rows[0][0].assignment if rows else folder.name)
             found.append(Grading(name, dict(data["points"]), rows))
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, AttributeError, CourseError):
             raise not_one(
                 str(folder / RESULTS), need, "a field is missing", "Grade again."
             ) from None
@@ -157,7 +157,9 @@ def exercise_term(key: str, gradings: Sequence[Grading], own: Sequence[Mistake])
 
 def sample(found: Sequence[Mistake]) -> list[Mistake]:
     """Return a few of these, drawn by a hash: always the same ones, and not the first by name."""
-    drawn = sorted(found, key=lambda one: sha256(f"{one.key} {one.student}".encode()).digest())
+    drawn = sorted(
+        found, key=lambda one: sha256(f"{one.grading} {one.key} {one.student}".encode()).digest()
+    )
     return drawn[:SAMPLE]
 
 
