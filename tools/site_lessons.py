@@ -24,6 +24,10 @@ NOTE = (
 )
 
 
+LIVE = (
+    '\n\n<p class="lesson-note">Move the sliders here: this page computes the picture as the '
+    "notebook does.</p>"
+)
 SLIDERS = (
     '\n\n<p class="lesson-note">The sliders are in the notebook; this page shows the picture as it '
     "was in one run.</p>"
@@ -41,10 +45,12 @@ def write_lesson(
     source: Path,
     others: list[tuple[str, str]],
     packages: list[str],
+    live: dict[str, str],
 ) -> None:
     """Write the page of a lesson, its pictures and the files that it links to.
 
-    `others` are links, as names and addresses, besides those to its notebook and its package.
+    `others` are links, as names and addresses, besides those to its notebook and its package;
+    `live` is what stands in the page for a call, by the name of the function that shows sliders.
     """
     student = root / "notebooks" / f"{stem}.ipynb"
     solved = root / "notebooks/solved" / f"{stem}.ipynb"
@@ -53,6 +59,7 @@ def write_lesson(
         raise LessonError(f"{stem} and its solved version differ in cells. Try `make notebooks`.")
     pairs = zip(notebook["cells"], stubs["cells"], strict=True)
     cells = [new for pair in pairs for new in page_cells(*pair, audience)]
+    put_live_parts(cells, live)
     pictures = source / "extra" / "pictures" / stem
     for cell in cells:
         for output in cell.get("outputs", []):
@@ -76,6 +83,19 @@ def write_placeholder(stem: str, source: Path) -> None:
     cell = {"cell_type": "markdown", "id": "left-out", "metadata": {}, "source": text}
     page = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
     (source / "notebooks" / f"{stem}.ipynb").write_text(json.dumps(page), encoding="utf-8")
+
+
+def put_live_parts(cells: list[Cell], live: dict[str, str]) -> None:
+    """Put live parts in the place of the pictures of cells that show sliders, and say so near."""
+    for number, cell in enumerate(cells):
+        calls = [name for name in live if f"{name}(" in text_of(cell["source"])]
+        if cell["cell_type"] != "code" or not calls:
+            continue
+        shown = {"output_type": "display_data", "metadata": {}}
+        shown["data"] = {"text/html": live[calls[0]]}
+        cell["outputs"] = [one for one in cell["outputs"] if "data" not in one] + [shown]
+        for near in cells[max(number - 1, 0) : number + 2]:
+            near["source"] = text_of(near["source"]).replace(SLIDERS, LIVE)
 
 
 def page_cells(solved: Cell, stub: Cell, audience: str) -> list[Cell]:

@@ -51,16 +51,20 @@ class ShardPositions:
 
 
 class ContextAttention(Attention):
-    """Attention of this rank's queries to the tokens of all ranks of a group."""
+    """Attention of this rank's queries to the tokens of all ranks of a group.
 
-    attend_over: Callable[[Tensor, Tensor, Tensor], Tensor]
+    documents   that of every token of the whole sequences, see `set_documents`; None: one each
+    """
+
+    attend_over: Callable[..., Tensor]
+    documents: Tensor | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Mix the values of all ranks' tokens.
 
         Shapes:  q [batch, heads, seq/p, head_dim], k and v [batch, kv_heads, ...] -> q's
         """
-        return self.attend_over(q, k, v)
+        return self.attend_over(q, k, v, documents=self.documents)
 
 
 class ShardRotary(nn.Module):
@@ -76,8 +80,8 @@ class ShardRotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Rotate the numbers of every token by its position in the whole sequence."""
         at = self.positions_of(x.shape[-2])
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
+        first, second, rest = x.split(self.rotary.halves, dim=-1)
+        turned = torch.cat([-second, first, rest], dim=-1)
         return (x * self.rotary.cos[at] + turned * self.rotary.sin[at]).to(x.dtype)
 
 
@@ -100,24 +104,51 @@ def parallelize_context(
 
     Shapes:  tokens [batch, seq/p] -> [batch, seq/p, vocab]
     Cost:    the form's, in every layer
-    Raises:  CourseError for anything but a GPT, for one that is context-parallel already, and for
-             dropout of attention weights; in forward ShapeError for more than max_seq tokens
+    Raises:  CourseError for anything but a GPT, for one that is context-parallel already, for
+             dropout of attention weights, and for a window; in forward ShapeError for more than
+             max_seq tokens
     Source:  Grattafiori et al. 2024 (Llama 3), section 3.3.2
     """
     member = member_of(group, "parallelize_context")
-    _check(model)
+    _check(model, seq)
     positions(member.rank, member.size, seq or model.spec.max_seq, layout)  # known, and not empty
     positions_of = ShardPositions(member, model.spec.max_seq, layout, seq)
     for module in list(model.modules()):
         if isinstance(module, Attention):
             module.__class__ = ContextAttention  # as `fully_shard` does: hooks and names stay
             over = {"group": group, "causal": module.causal, "layout": layout, "seq": seq}
-            vars(module)["attend_over"] = partial(form, **over)
+            vars(module).update(attend_over=partial(form, **over), documents=None)
             if isinstance(module.turn, Rotary):
                 module.add_module("turn", ShardRotary(module.turn, positions_of))
     if model.positions is not None:
         model.positions.register_forward_pre_hook(partial(_at_global_positions, positions_of))
     return model
+
+
+def set_documents(model: nn.Module, documents: Tensor | None) -> None:
+    """Say for the forward passes from here on which document each token belongs to.
+
+    Several documents in a row are one packed sequence, in which a token attends to its own document
+    only. Rotary positions go on from one document to the next: what they give is a function of
+    distances alone, so it is that of a document by itself. Learned positions go on, too, and a
+    document that does not begin the sequence gets others than by itself. The target of a document's
+    last token is the caller's to choose: an end token, or `IGNORED`.
+
+    model       one that `parallelize_context` has changed, wrapped or not
+    documents   ids [batch, seq] of the whole sequences, the same on all ranks; None: one document.
+                They stay until the next call, as recomputation in backward needs them, too
+
+    Raises:  CourseError for a model without context parallelism; in forward ShapeError for ids that
+             are not those of every token
+    """
+    found = [module for module in model.modules() if isinstance(module, ContextAttention)]
+    if not found:
+        raise CourseError(
+            f"set_documents: need a context-parallel GPT; got {type(model).__name__}. Try "
+            "parallelize_context(model, group) before."
+        )
+    for module in found:
+        vars(module)["documents"] = documents
 
 
 def context_loss(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
@@ -143,7 +174,7 @@ def _at_global_positions(
     return (torch.tensor(positions_of(len(local)), device=local.device),)
 
 
-def _check(model: Any) -> None:
+def _check(model: Any, seq: int | None) -> None:
     if not isinstance(model, GPT):
         raise CourseError(
             f"parallelize_context: need a GPT; got {type(model).__name__}. Try it before DDP(...)."
@@ -158,4 +189,10 @@ def _check(model: Any) -> None:
             raise CourseError(
                 "parallelize_context: need attention weights without dropout; got "
                 f"{module.dropout.p}. Try GPT(spec, flash=True, dropout=...)."
+            )
+        window = isinstance(module, Attention) and module.window
+        if window and (seq or model.spec.max_seq) > window:
+            raise CourseError(
+                "parallelize_context: need attention to all tokens before; got a window of "
+                f"{window}. Try a model without windows, or seq={window} or less."
             )

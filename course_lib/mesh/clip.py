@@ -2,16 +2,17 @@
 
 Each number of the whole gradient counts once: shards of a matrix are added over tp, layers over pp.
 What tp replicates, or some of its ranks share, counts on one of them, and a tied parameter on the
-first stage that holds it. Along dp all ranks have the same gradient, which has been averaged; or
-ZeRO and FSDP have left each a shard of it, and these are added, too. Notebook 11_mesh.
+first stage that holds it. Along dp and cp all ranks have the same gradient, which has been
+averaged; or ZeRO and FSDP have left each a shard of it, and these are added, too. Notebook 11_mesh.
 """
 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.collectives.group import member_of
+from course_lib.collectives.group import group_of, member_of, sources_of
 from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.pipeline.stage import Stage, sum_copies
 from course_lib.tensor_parallel.state import HeldGrad, counted_once, finish_gradients
@@ -54,27 +55,36 @@ def clip_grad_norm_across(
 ) -> Tensor:
     """Scale this rank's gradients so that the norm of the whole one is at most max_norm.
 
-    module   this rank's part of the model, with gradients that are averaged over dp, and finished
+    module   this rank's part of the model, with gradients that are averaged over copies, finished
              (`finish_gradients`)
-    held     the gradients where they are sharded over dp; None: those of the parameters
+    held     the gradients where they are sharded over copies; None: those of the parameters
     scaled   the tensors to scale, where they hold more than these; default: these
 
     Returns the norm before, in float64, the same on all ranks.
 
-    Cost:    one all_reduce of one number along tp and along pp; along dp, too, where it is sharded
+    Cost:    one all_reduce of one number along tp and along pp; over copies, where it is sharded
+             or there are experts, which fewer ranks hold
     """
     grads, counted = held_grads(module) if held is None else held, counted_here(module, mesh)
+    experts = {one.param for one in grads if held is None and sources_of(one.param)}
+    if experts:
+        counted -= {one for one in counted if not _counts(one, mesh)}
     squared = [one.grad for one in grads if one.param in counted]
-    axes = [axis for axis in ("tp", "pp") if mesh.size(axis) > 1]
-    axes += ["dp"] * (held is not None)
+    groups = [mesh.group(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1]
+    groups += [mesh.copies] * (held is not None or bool(experts))
     param = next(module.parameters(), None)
     return clip_shards(
         squared,
         max_norm,
-        [mesh.group(axis) for axis in axes],
+        groups,
         None if param is None else param.device,
         scaled=[one.grad for one in grads] if scaled is None else scaled,
     )
+
+
+def _counts(param: nn.Parameter, mesh: RankMesh) -> bool:
+    """Whether this rank is the first of those that hold a parameter: fewer hold an expert."""
+    return dist.get_rank(group_of(param, mesh.copies)) == 0
 
 
 def counted_here(module: nn.Module, mesh: RankMesh) -> set[nn.Parameter]:

@@ -191,20 +191,28 @@ def _collectives(call_board: CallBoard, rank: int, since_s: float) -> dict[tuple
 
 
 class HangWatch:
-    """Watch for a hang; it is certain once no rank could proceed, and none did, for 0.7 s."""
+    """Watch for a hang; it is certain once no rank could proceed, and none did, for 0.7 s.
+
+    waits   those of a hang that is certain; a later look may take a rank that was idle for one that
+            computes
+    """
 
     def __init__(self, call_board: CallBoard) -> None:
         self._call_board = call_board
         self._since_s: float | None = None
         self._seen: tuple[int, ...] = ()
+        self.waits: list[Wait] = []
 
     def is_certain(self, unfinished: Iterable[int]) -> bool:
         """Look at the call board again; return True once a hang has lasted for 0.7 s."""
         unfinished, now_s = list(unfinished), time.perf_counter()
         seen = (*unfinished, *(self._call_board.state(rank).num_posts for rank in unfinished))
-        if find_hang(self._call_board, unfinished) is None:
+        waits = find_hang(self._call_board, unfinished)
+        if waits is None:
             self._since_s = None
         elif self._since_s is None or seen != self._seen:
             self._since_s = now_s
         self._seen = seen
-        return self._since_s is not None and now_s - self._since_s > CERTAIN_AFTER_S
+        lasts = self._since_s is not None and now_s - self._since_s > CERTAIN_AFTER_S
+        self.waits = waits if waits and lasts else []
+        return lasts

@@ -80,6 +80,7 @@ class RankJob:
         self._failures: dict[int, RankFailure] = {}
         self._start_s = time.perf_counter()
         self._stopped_since_s: dict[int, float] = {}
+        self._hang = HangWatch(call_board)
 
     def run(self, kind: str, blob: bytes) -> list[Any]:
         """Run the job on all ranks; return their results in rank order.
@@ -110,7 +111,7 @@ class RankJob:
         return [member.rank for member in self.members if member.rank not in done]
 
     def _watch(self) -> None:
-        hang, failed_since_s = HangWatch(self.call_board), None
+        failed_since_s = None
         while self._unfinished:
             self._collect(TICK_S)
             self._check_output()
@@ -119,7 +120,7 @@ class RankJob:
             if self._failures and failed_since_s is None:
                 failed_since_s = time.perf_counter()
             out_of_grace = failed_since_s and time.perf_counter() - failed_since_s > GRACE_S
-            if self._unfinished and (hang.is_certain(self._unfinished) or out_of_grace):
+            if self._unfinished and (self._hang.is_certain(self._unfinished) or out_of_grace):
                 self._give_up("")
 
     def _collect(self, timeout_s: float) -> None:
@@ -175,8 +176,9 @@ class RankJob:
         unfinished = self._unfinished
         gone = sorted(r for r, failure in self._failures.items() if failure.name == "RankDied")
         lost = [r for r, f in self._failures.items() if f.name == "ConnectionLostError"]
+        certain = {wait.rank: wait for wait in self._hang.waits}
         waits = [
-            *(find_wait(self.call_board, rank) for rank in unfinished),
+            *(certain.get(rank) or find_wait(self.call_board, rank) for rank in unfinished),
             *(find_lost_wait(self.call_board, rank, gone) for rank in lost),
         ]
         found = sorted((wait for wait in waits if wait), key=lambda wait: wait.rank)

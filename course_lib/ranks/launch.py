@@ -22,7 +22,7 @@ import torch.distributed.nn.functional  # later, its default arguments would kee
 
 from course_lib.core.records import RunRecord
 from course_lib.ranks.call_board import CallBoard
-from course_lib.ranks.hangs import HangWatch, find_dropped, find_hang, find_orphans, find_unkept
+from course_lib.ranks.hangs import HangWatch, find_dropped, find_orphans, find_unkept
 from course_lib.ranks.job import TICK_S
 from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.rank_process import Heartbeat
@@ -156,7 +156,6 @@ def _watch(call_board: CallBoard) -> None:
     everyone, hang = range(call_board.world_size), HangWatch(call_board)
     while not hang.is_certain(everyone):
         time.sleep(TICK_S)
-    waits = find_hang(call_board, everyone) or ()
-    report = Report(waits=waits, dropped=find_dropped(call_board, waits), restarted=False)
+    report = Report(waits=hang.waits, dropped=find_dropped(call_board, hang.waits), restarted=False)
     print(report, file=sys.stderr, flush=True)
     os._exit(1)

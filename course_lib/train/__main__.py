@@ -15,9 +15,10 @@ from typing import Any
 import typer
 
 from course_lib.core.errors import CourseError, MeshError
-from course_lib.core.hub_config import read_config
 from course_lib.core.presets import ENCODERS, find_model
 from course_lib.core.specs import ModelSpec
+from course_lib.hub.config import read_config
+from course_lib.mesh.mesh import Mesh, read_mesh
 from course_lib.train import options as o
 from course_lib.train.config import TrainConfig, one_of, positive, was_restarted
 from course_lib.train.launcher import (
@@ -40,7 +41,7 @@ from course_lib.train.strategies import STRATEGIES
 COMMAND = "python -m course_lib.train"
 SEQ = 64  # tokens in a sequence, if the model takes so many
 
-HELP = """Train a GPT or a BERT on dp * pp * tp ranks; without dropout, with the losses of one rank.
+HELP = """Train a GPT or a BERT on dp * pp * cp * tp ranks; without dropout as one rank does.
 
 \b
 python -m course_lib.train --mesh dp=2,pp=2,tp=2 --strategy fsdp --micro-batch 1
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     app(args=arguments, obj=arguments, prog_name=COMMAND)
 
 
-@app.command(help=HELP)
+@app.command(help=HELP)  # its docstring
 def train(
     context: typer.Context,
     strategy: o.StrategyOption = None,
@@ -81,6 +82,10 @@ def train(
     mesh: o.MeshOption = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    cp_form: o.CpForm = None,
+    cp_layout: o.CpLayout = None,
+    aux_weight: o.AuxWeight = 0.0,
+    bias_step: o.BiasStep = 0.0,
     sequence_parallel: o.SequenceParallel = False,
     recompute: o.Recompute = None,
     schedule: o.ScheduleOption = None,
@@ -109,15 +114,21 @@ def train(
     async_save: o.AsyncSave = False,
     checkpoint_format: o.CheckpointFormat = "course",
     resume: o.Resume = False,
+    dry_run: o.DryRunOption = False,
+    cluster: o.ClusterOption = "dgx-h100",
+    record_values: o.RecordValues = None,
 ) -> None:
-    """Train a GPT or a BERT; `HELP` is what --help says."""
     raise typer.Exit(run(context.params, context.obj))
 
 
 def run(options: dict[str, Any], arguments: Sequence[str]) -> int:
     """Train with these options of the command line; return the exit code."""
+    options = dict(options)
+    dry, cluster = options.pop("dry_run"), options.pop("cluster")
     try:
-        config, num_ranks = configure(dict(options))
+        config, num_ranks = configure(options, dry=dry)
+        if dry:
+            return _dry_run(config, num_ranks, cluster)
     except CourseError as error:
         return _refuse(str(error))
     try:
@@ -143,8 +154,21 @@ def run(options: dict[str, Any], arguments: Sequence[str]) -> int:
     return code
 
 
-def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
+def _dry_run(config: TrainConfig, num_ranks: int, cluster: str) -> int:
+    """Print what a step would hold and send, and how long the planner thinks it takes."""
+    from course_lib.planner.dry_run import predicted_text
+    from course_lib.train.dry_run import check_dry, dry_run, dry_text
+
+    check_dry(config)
+    time_of_step = predicted_text(config, num_ranks, cluster)  # an unknown cluster is told at once
+    print(dry_text(dry_run(config, num_ranks)), time_of_step, sep="\n")
+    return 0
+
+
+def configure(options: dict[str, Any], *, dry: bool = False) -> tuple[TrainConfig, int]:
     """Return the run that the options ask for, and the number of ranks.
+
+    dry   this machine need not be able to train it
 
     Raises: CourseError for what cannot be trained
     """
@@ -152,13 +176,14 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     positive("ranks", wanted)
     if started and wanted not in (None, started):
         raise CourseError(f"--ranks: need the {started} ranks that torchrun started; got {wanted}.")
-    dp, options["pp"], options["tp"] = _axes(options)
-    one_copy = options["tp"] * options["pp"]
-    num_ranks = started or wanted or (dp or 1) * one_copy
-    if dp and num_ranks != dp * one_copy:
+    mesh, options["ep"] = _mesh(options)
+    options |= {axis: mesh.size(axis) for axis in ("pp", "cp", "tp")}
+    num_ranks = started or wanted or mesh.world_size
+    if "dp" in mesh.sizes and num_ranks != mesh.world_size:
+        sizes = {axis: mesh.size(axis) for axis in ("dp", "pp", "cp", "tp")}
         raise MeshError(
-            f"--mesh: need dp * pp * tp ranks; got {dp} * {options['pp']} * {options['tp']} and "
-            f"{num_ranks} ranks. Try it without dp: the ranks decide."
+            f"--mesh: need {' * '.join(sizes)} ranks; got {' * '.join(map(str, sizes.values()))} "
+            f"and {num_ranks} ranks. Try it without dp: the ranks decide."
         )
     if options["vocab"] and options["data"] != "synthetic":
         raise CourseError(
@@ -174,34 +199,35 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     options["model"] = _model(options)
     if options["seq"] is None:
         options["seq"] = min(SEQ, options["model"].max_seq)
-    options["strategy"] = options["strategy"] or ("ddp" if num_ranks > one_copy else "single")
-    for path in ("out", "init"):
+    usual = "ddp" if num_ranks > mesh.size("pp", "tp") else "single"
+    options["strategy"] = options["strategy"] or usual
+    for path in ("out", "init", "record_values"):
         options[path] = str(options[path]) if options[path] else None
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
     config = TrainConfig(**options)
     config.check_ranks(num_ranks)
+    if dry:
+        return config, num_ranks
     config.check_memory(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     if not started:  # the ranks of torchrun first agree on whether they were restarted
         check_files(config, was_restarted())
     return config, num_ranks
 
 
-def _axes(options: dict[str, Any]) -> tuple[int | None, int, int]:
-    """Return dp, pp and tp of --mesh; dp is None where the number of ranks decides."""
+def _mesh(options: dict[str, Any]) -> tuple[Mesh, int]:
+    """Return the mesh of --mesh, without dp where the number of ranks decides, and ep.
+
+    ep is no axis of the ranks: it reuses those of dp and cp.
+    """
     text, old = options.pop("mesh"), {axis: options.pop(axis) for axis in ("tp", "pp")}
     if given := {axis: size for axis, size in old.items() if size is not None}:
         together = ",".join(f"{axis}={size}" for axis, size in given.items())
         raise CourseError(
             f"--{next(iter(given))}: need all axes in one option. Try --mesh {together}."
         )
-    if text is None:
-        return None, 1, 1
-    from course_lib.mesh.mesh import read_mesh
-
-    mesh = read_mesh(text)
-    if others := mesh.sizes.keys() - {"dp", "pp", "tp"}:
-        raise MeshError(f"--mesh: need axes out of dp, pp, tp; got {', '.join(sorted(others))}.")
-    return mesh.sizes.get("dp"), mesh.size("pp"), mesh.size("tp")
+    mesh = Mesh() if text is None else read_mesh(text)
+    axes = {axis: size for axis, size in mesh.sizes.items() if axis != "ep"}
+    return Mesh(**axes), mesh.size("ep")
 
 
 def _model(options: dict[str, Any]) -> ModelSpec:

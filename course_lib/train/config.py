@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from course_lib.context_parallel.layouts import LAYOUTS
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.plain_values import as_read_back
@@ -36,6 +37,7 @@ RECOMPUTED = ("full", "selective")
 LR_DECAYS = ("cosine", "linear")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+CP_FORMS = ("ring", "ulysses", "all_gather")
 V_SCHEDULES = ("zb-v", "dualpipe-v")  # the first rank holds the first and the last layers
 
 
@@ -46,7 +48,13 @@ class TrainConfig:
     init          folder of a model of transformers whose weights training starts from; None: random
     masked        the model is a BERT, which predicts masked tokens; False: a GPT
     epochs        passes over all tokens of the data; None: `steps` decides
-    tp, pp        ranks that split every layer, and pipeline stages; dp = ranks / (tp * pp)
+    tp, pp, cp    ranks that split every layer, pipeline stages, ranks that split every sequence;
+                  dp = ranks / (tp * pp * cp)
+    cp_form       of attention over cp: "ring", "ulysses" or "all_gather"; None: ring
+    cp_layout     of a sequence over cp: "contiguous", "zigzag" or "striped"; None: zigzag
+    ep            of the ranks of dp and cp, how many share the experts of a layer
+    aux_weight    weight of the auxiliary loss that keeps the load of the experts even
+    bias_step     how far a step moves the bias of each expert against the load; 0: not at all
     schedule      of the pipeline; None: 1f1b if there are stages
     model_chunks  per rank, for the interleaved schedule; None: 2, as the schedules in a V have
     recompute     in backward: "full": every block, "selective": its attention; None: nothing
@@ -68,6 +76,7 @@ class TrainConfig:
     save_every    steps between two checkpoints; 0: none
     keep          checkpoints that stay; older ones are removed
     async_save    write a checkpoint while the training goes on
+    record_values folder for fingerprints of all activations, gradients and parameters; None: none
 
     Raises: CourseError for what cannot be trained
     """
@@ -82,6 +91,12 @@ class TrainConfig:
     micro_batch: int | None = None
     tp: int = 1
     pp: int = 1
+    cp: int = 1
+    cp_form: str | None = None
+    cp_layout: str | None = None
+    ep: int = 1
+    aux_weight: float = 0.0
+    bias_step: float = 0.0
     schedule: str | None = None
     model_chunks: int | None = None
     sequence_parallel: bool = False
@@ -111,6 +126,7 @@ class TrainConfig:
     async_save: bool = False
     checkpoint_format: str = "course"
     resume: bool = False
+    record_values: str | None = None
 
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, tuple(LR))
@@ -122,14 +138,18 @@ class TrainConfig:
             object.__setattr__(self, "lr", LR[self.optimizer])
         for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib", "keep"):
             positive(name, getattr(self, name))
-        for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm", "momentum", "stop_at_loss"):
+        for name in ("tp", "pp", "cp", "ep", "model_chunks", "epochs", "clip_norm", "momentum"):
             positive(name, getattr(self, name))
+        positive("stop_at_loss", self.stop_at_loss)
         self._fill_in_schedule()
+        self._fill_in_context()
         if self.recompute is not None:
             one_of("recompute", self.recompute, RECOMPUTED)
         if self.lr_decay is not None:
             one_of("lr-decay", self.lr_decay, LR_DECAYS)
         for name in ("every", "eval_every", "save_every", "seed", "dropout", "warmup"):
+            positive(name, getattr(self, name), or_zero=True)
+        for name in ("aux_weight", "bias_step"):
             positive(name, getattr(self, name), or_zero=True)
         if self.seed >= 2**63:
             raise CourseError(f"--seed: need a number below 2**63; got {self.seed}.")
@@ -153,6 +173,18 @@ class TrainConfig:
             one_of("schedule", self.schedule, SCHEDULES)
         if self.schedule == "interleaved" and self.model_chunks is None:
             object.__setattr__(self, "model_chunks", 2)
+
+    def _fill_in_context(self) -> None:
+        for name, known, usual in (("form", CP_FORMS, "ring"), ("layout", LAYOUTS, "zigzag")):
+            given = getattr(self, f"cp_{name}")
+            if given is not None:
+                one_of(f"cp-{name}", given, known)
+                if self.cp == 1:
+                    raise MeshError(
+                        f"--cp-{name}: need cp of 2 or more; got {given} and 1. Try --mesh cp=2."
+                    )
+            elif self.cp > 1:
+                object.__setattr__(self, f"cp_{name}", usual)
 
     @property
     def num_model_chunks(self) -> int:
@@ -205,10 +237,10 @@ class TrainConfig:
     def check_ranks(self, num_ranks: int) -> None:
         """Check that this many ranks can train the run together. Raises: MeshError or ShapeError"""
         dp = self.parallelism(num_ranks).dp
-        if self.strategy == "single" and dp > 1:
+        if self.strategy == "single" and dp * self.cp > 1:
             raise MeshError(
-                f"--strategy single: need one copy of the model, dp = 1; got {num_ranks} ranks, "
-                f"dp = {dp}. Try --strategy ddp."
+                f"--strategy single: need one copy of the model, dp * cp = 1; got {num_ranks} "
+                f"ranks, dp = {dp} and cp = {self.cp}. Try --strategy ddp."
             )
         num_micro_batches = self.num_micro_batches(dp)
         if self.pp > 1:
@@ -232,6 +264,7 @@ class TrainConfig:
         """Return the settings on which the results depend: a resumed run must keep them."""
         spec = as_read_back({**asdict(model), "name": ""})  # as a checkpoint has it
         names = ["optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch"]
+        names += ["aux_weight", "bias_step"] * (model.experts is not None)
         names += ["clip_norm", "compute_dtype", "momentum", "warmup", "lr_decay"]
         names += ["steps"] * (self.lr_decay is not None)
         names += ["strategy", "tp", "pp", "schedule", "model_chunks"] * self.uses_framework
@@ -295,12 +328,18 @@ def parallelism_of(config: TrainConfig, num_ranks: int) -> Parallelism:
 
     Raises: MeshError if they make no whole number of copies of the model
     """
-    one_copy = config.tp * config.pp
-    if num_ranks % one_copy:
-        near = max(round(num_ranks / one_copy), 1) * one_copy
+    tp, pp, cp = config.tp, config.pp, config.cp
+    if num_ranks % (together := tp * pp * cp):
+        near = max(round(num_ranks / together), 1) * together
         raise MeshError(
-            f"--mesh: need a number of ranks divisible by tp * pp; got {num_ranks} and "
-            f"{config.tp} * {config.pp}. Try --ranks {near}."
+            f"--mesh: need a number of ranks divisible by tp * pp * cp; got {num_ranks} and "
+            f"{tp} * {pp} * {cp}. Try --ranks {near}."
         )
-    dp, sequence_parallel = num_ranks // one_copy, config.sequence_parallel
-    return Parallelism(dp=dp, tp=config.tp, pp=config.pp, sequence_parallel=sequence_parallel)
+    dp, sequence_parallel = num_ranks // together, config.sequence_parallel
+    if dp * cp % config.ep:
+        raise MeshError(
+            f"--mesh: need ep as a divisor of dp * cp, whose ranks it reuses; got {config.ep} and "
+            f"{dp} * {cp}. Try ep={math.gcd(dp * cp, config.ep)}."
+        )
+    axes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": config.ep}
+    return Parallelism(**axes, sequence_parallel=sequence_parallel)

@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-from course_lib.train.config import CHECKPOINT_FORMATS, LR_DECAYS, RECOMPUTED, SCHEDULES
+from course_lib.context_parallel.layouts import LAYOUTS
+from course_lib.train.config import (
+    CHECKPOINT_FORMATS,
+    CP_FORMS,
+    LR_DECAYS,
+    RECOMPUTED,
+    SCHEDULES,
+)
 from course_lib.train.strategies import COPIES, FRAMEWORKS, SHARDS
 
 StrategyOption = Annotated[
@@ -22,7 +29,7 @@ StrategyOption = Annotated[
     ),
 ]
 RanksOption = Annotated[
-    int | None, typer.Option(help="Ranks to start on this machine. Default: dp * pp * tp.")
+    int | None, typer.Option(help="Ranks to start on this machine. Default: dp * pp * cp * tp.")
 ]
 Init = Annotated[
     Path | None,
@@ -34,8 +41,8 @@ Init = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="A GPT: tiny (the default), small, gpt2-char, study-10m, another preset, or the path "
-        "of a config.json. A BERT: bert-tiny or bert-dialogues."
+        help="A GPT: tiny (the default), small, moe-tiny, gpt2-char, study-10m, another preset, or "
+        "the path of a config.json. A BERT: bert-tiny or bert-dialogues."
     ),
 ]
 Layers = Annotated[int | None, typer.Option(help="Number of layers, instead of the preset's.")]
@@ -75,8 +82,31 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         help="Sizes of the axes, such as dp=2,pp=2,tp=2: copies of the model (or shards of them, "
-        "with zero1 to zero3 and fsdp), pipeline stages, ranks that split every layer. Without "
-        "dp: as many copies as --ranks gives."
+        "with zero1 to zero3 and fsdp), pipeline stages, ranks that split every layer, and "
+        "cp=2: ranks that split every sequence. ep=2: of the ranks of dp and cp, how many share "
+        "the experts of a layer. Without dp: as many copies as --ranks gives."
+    ),
+]
+CpForm = Annotated[
+    str | None,
+    typer.Option(help=f"With cp: attention by {', '.join(CP_FORMS)}. Default: ring."),
+]
+CpLayout = Annotated[
+    str | None,
+    typer.Option(
+        help=f"With cp: which tokens a rank has, {', '.join(LAYOUTS)}. Default: zigzag, where each "
+        "has early and late ones."
+    ),
+]
+AuxWeight = Annotated[
+    float,
+    typer.Option(help="With experts: weight of the auxiliary loss that evens their load; 0: none."),
+]
+BiasStep = Annotated[
+    float,
+    typer.Option(
+        help="With experts whose router has sigmoids: how far a step moves each bias against the "
+        "load; 0: not at all."
     ),
 ]
 Tp = Annotated[int | None, typer.Option(hidden=True)]
@@ -156,6 +186,20 @@ StopAtLoss = Annotated[
     float | None,
     typer.Option(help="With --eval-every: stop when a validation loss is at most this."),
 ]
+DryRunOption = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Train nothing: print what a rank would hold and send in a step, and the time that "
+        "the planner predicts. For any number of ranks; no checkpoint is read or written.",
+    ),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster", help="Of --dry-run: the planner's profile of a cluster, or its file."
+    ),
+]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder for run records and checkpoints, such as runs/NAME.")
 ]
@@ -165,6 +209,14 @@ ProfiledSteps = Annotated[
         metavar="STEPS",
         help="Steps, such as 3 or 3-5, that PyTorch's profiler records on every rank: traces in "
         "--out, under profile.",
+    ),
+]
+RecordValues = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Record fingerprints of all activations, gradients and parameters of every step in a "
+        "new folder, for course diff. For small models.",
     ),
 ]
 SaveEvery = Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")]

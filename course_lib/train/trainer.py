@@ -3,16 +3,18 @@
     ranks.run(train, TrainConfig(model=find_model("tiny"), strategy="ddp"))
 
 Every copy of the model reads its part of the same stream of batches; all ranks with a part of the
-copy read the same data. A loss is weighted by its share of the whole batch times the number of
-copies, since `finish()` averages over them: so uneven shares and any number of micro-batches give
-the step of one rank with the whole batch.
+copy read the same data, and those of cp some tokens of each sequence. A loss is weighted by its
+share of the whole batch times the number of ranks over which `finish()` averages: so uneven shares
+and any number of micro-batches give the step of one rank with the whole batch.
 """
 
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -20,22 +22,25 @@ from torch import Tensor
 
 from course_lib.accumulation.accumulation import by_tokens, split_micro_batches
 from course_lib.checkpoint.agree import from_all, from_first
-from course_lib.checkpoint.from_hub import load_hugging_face
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.core.specs import ModelSpec
+from course_lib.debugging.recording import Recording
+from course_lib.expert_parallel import expert_groups, parallelize_experts
+from course_lib.hub.loading import load_hugging_face
 from course_lib.mesh.model_part import apply_methods
 from course_lib.models import BERT, GPT
 from course_lib.models.data import mixed_seed
 from course_lib.ranks.launch import common_zero_s
 from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.recorder import current_recorder, span
-from course_lib.ranks.world import rank_device
+from course_lib.ranks.world import is_dry, rank_device
 from course_lib.recompute.activations import recompute_full, recompute_selective
 from course_lib.train.checkpoint import LOCK_S, RunCheckpoints, forget_records, lock_folder
 from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of, was_restarted
 from course_lib.train.data import Batch, open_data, steps_of_an_epoch
 from course_lib.train.evaluation import validation_loss
+from course_lib.train.experts import RoutedLayers
 from course_lib.train.forward_backward import make_passes
 from course_lib.train.mesh import TrainMesh, placement_of
 from course_lib.train.metrics import Metrics
@@ -45,7 +50,7 @@ from course_lib.train.profiler import StepProfiler
 from course_lib.train.progress import Progress, ProgressBar
 from course_lib.train.rules import check_profiled_steps, profiled_steps
 from course_lib.train.run_folder import check_files
-from course_lib.train.strategies import STRATEGIES, scheduler_note
+from course_lib.train.strategies import STRATEGIES, over_tokens, scheduler_note
 
 RECOMPUTE = {"full": recompute_full, "selective": recompute_selective}
 
@@ -70,7 +75,8 @@ class Trainer:
         self.rank, self.device, world_size = rank, rank_device(), dist.get_world_size()
         config.check_ranks(world_size)
         loss_stage = 0 if config.schedule in V_SCHEDULES else config.pp - 1
-        self.mesh = TrainMesh(config.parallelism(world_size), loss_stage)
+        layout = config.cp_layout or "contiguous"
+        self.mesh = TrainMesh(config.parallelism(world_size), loss_stage, layout)
         self.dp = self.mesh.size("dp")
         self.data, self._held_out = from_first(lambda: open_data(config), None)
         per_epoch = steps_of_an_epoch(self.data, config)
@@ -79,22 +85,36 @@ class Trainer:
         self.config, self.spec = config, self._spec(config)
         run = config.plain(self.spec, self.data.identity, self.dp) | {"steps_an_epoch": per_epoch}
         self.record = RunRecord(rank, world_size, run)
-        self.metrics = Metrics(self.record, self.dp, config.lr)
+        self.metrics = Metrics(self.record, self.mesh.num_copies, config.lr)
+        whole = self._whole_model()
+        self.routed = RoutedLayers(whole)
         self.part = apply_methods(
-            self._whole_model(),
+            whole,
             self.mesh,
             lambda module, group: STRATEGIES[config.strategy](module, config, group),
+            over_cp=partial(over_tokens, config=config),
+            over_ep=self._over_ep(),
             splits=config.strategy != "megatron",
             sequence_parallel=config.sequence_parallel,
             recompute=RECOMPUTE.get(config.recompute or ""),
             placement=placement_of(config),
         )
         self.model, self.wrapped = self.part.module, self.part.wrapped
+        self.routed.keep(self.model)
         self.adapter = (self.wrapped.adapter or PartAdapter)(self.part, self.mesh, config)
-        self.progress = Progress()
+        self.progress, self._zero_s = Progress(), 0.0
         self._open_folder()
         self._pass, self._losses = make_passes(self.part, config, self.mesh)
         self._first = self.progress.step
+        self.recording: Recording | None = None
+        if config.record_values:
+            from_all(self._open_recording, None)
+
+    def _over_ep(self) -> Callable[[GPT], object] | None:
+        """Return what divides the experts; None where every rank has all of them."""
+        if self.config.ep == 1:
+            return None
+        return partial(parallelize_experts, group=expert_groups(self.mesh, self.config.ep))
 
     def _spec(self, config: TrainConfig) -> ModelSpec:
         """Return the model with the vocabulary of the data. Raises: CourseError for a read one"""
@@ -110,8 +130,9 @@ class Trainer:
     def _whole_model(self) -> GPT | BERT:
         torch.manual_seed(self.config.seed)
         kind: type[GPT] | type[BERT] = BERT if self.config.masked else GPT
-        model = kind(self.spec, dropout=self.config.dropout)
-        if self.config.init:
+        with self.device if self.device.type == "meta" else nullcontext():
+            model = kind(self.spec, dropout=self.config.dropout)
+        if self.config.init and not is_dry():
             model.load_state_dict(load_hugging_face(Path(self.config.init))[1])
         return model.to(self.device, getattr(torch, self.config.dtype))
 
@@ -126,6 +147,7 @@ class Trainer:
             self._lock,
             self._preemption as preemption,
             self._profiler as profiler,
+            closing(self.recording) if self.recording else nullcontext(),
             ProgressBar(self.progress, self.config.steps, every) as bar,
         ):
             if self.config.eval_only:
@@ -137,7 +159,7 @@ class Trainer:
             while not is_over:
                 preemption.ask()
                 with profiler.step(self.progress.step):
-                    self._step()
+                    self.step()
                 bar.step()
                 if self._is_time(self.config.every):
                     bar.loss(*self.metrics.sum_losses(is_unread=bar.is_unread))
@@ -165,7 +187,8 @@ class Trainer:
             stops = f", at most {config.stop_at_loss}: the run stops" * self._is_low
             bar.say(f"step {self.progress.step}  validation loss {loss:.4f}{stops}")
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Train on the next batch; what the step computed is in the record."""
         n, config = self.progress.step, self.config
         self.metrics.forget_old_events()
         start_s = time.perf_counter()
@@ -179,32 +202,38 @@ class Trainer:
         with span("optimizer"):
             norm = self.adapter.clip(config.clip_norm) if config.clip_norm else None
             self.adapter.step()
+        if self.recording:
+            self.recording.step_done()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.progress.step_done(config.global_batch * config.seq)
-        num_tokens = len(self._part(batch[0])) * config.seq * self.mesh.reports
+        num_tokens = self.mesh.part_of(batch[0]).numel() * self.mesh.reports
         times = {"start_s": start_s - self._zero_s, "end_s": time.perf_counter() - self._zero_s}
-        more = times if norm is None else times | {"grad_norm": norm}
+        more: dict[str, Any] = times if norm is None else times | {"grad_norm": norm}
+        if loads := self.routed.end(self.mesh.copies, config.bias_step):
+            more |= {"tokens_per_expert": loads}
         self.metrics.step_done(found, step=n, num_tokens=num_tokens, **more)
 
     def _gradients(self, batch: Batch) -> Tensor:
         """Compute the whole batch's gradient; return its three sums (`Passes`)."""
         count = self.config.num_micro_batches(self.dp)
-        part = tuple(self._part(tensor).to(self.device) for tensor in batch)
-        micro_batches = split_micro_batches(part, count)
-        shares = [by_tokens(asked, batch[1]) * self.dp for _, asked in micro_batches]
+        own = tuple(self.mesh.part_of(tensor) for tensor in batch)
+        micro_batches, copies = split_micro_batches(own, count), self.mesh.num_copies
+        shares = [by_tokens(asked, batch[1]) * copies for _, asked in micro_batches]
+        micro_batches = [tuple(x.to(self.device) for x in part) for part in micro_batches]
+        self.routed.begin(self.config.aux_weight, shares)
         found = self._pass(micro_batches, shares)
         after = self.progress.step + 1
         may_stop = self.config.stop_at_loss and after % self.config.eval_every == 0
         if after == self.config.steps or may_stop:
             self.metrics.note_memory(self.adapter.state_bytes())
+        if self.recording and self.mesh.num_copies == 1 and not self.wrapped.reduces_in_backward:
+            self.recording.gradients(self.adapter.grad_shards(), local=True)
         self.wrapped.finish()
         self.adapter.finish()
+        if self.recording:
+            self.recording.gradients(self.adapter.grad_shards())
         return found if self.mesh.reports else torch.zeros_like(found)
-
-    def _part(self, whole: Tensor) -> Tensor:
-        """Return this copy's part of a batch."""
-        return whole.tensor_split(self.dp)[self.mesh.index("dp")]
 
     @property
     def is_done(self) -> bool:
@@ -251,6 +280,17 @@ class Trainer:
         if config.profile:
             from_all(profiler.check_path, None)
         return profiler
+
+    def _open_recording(self) -> None:
+        """Begin to record values. Raises: CourseError for a folder that has some"""
+        mesh = self.mesh
+        self.recording = Recording(
+            self.model,
+            str(self.config.record_values),
+            model=self.adapter.state()["model"],
+            axes={axis: (mesh.index(axis), mesh.size(axis)) for axis in mesh.mesh.sizes},
+            first_step=self.progress.step,
+        )
 
     def _hold(self, lock: BinaryIO) -> None:
         self._lock.enter_context(lock)

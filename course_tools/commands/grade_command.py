@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should not wa
 def add_grade_command(app: typer.Typer) -> None:
     """Add `grade` to the command line."""
     app.command()(grade)
+    app.command()(term)
 
 
 TaskName = Annotated[
@@ -88,7 +89,7 @@ def grade(
     if sandbox.trusts:
         print(WARNING, file=sys.stderr)
     num_jobs = jobs or class_run.num_jobs()
-    with Gradebook(out, task.points) as book:
+    with Gradebook(out, task.points, task.assignment) as book:
         with (
             _stopped_by_ctrl_c(sandbox, book, len(submissions)),
             class_run.graders(task, sandbox, num_jobs, timeout_s) as made,
@@ -101,8 +102,29 @@ def grade(
     unknown = sorted(book.by_hand.keys() - {graded.student for graded in book.rows})
     _name_students(f"Not in {students}", strangers)
     _name_students("In by_hand.csv, and without a row", unknown)
+    if book.late:
+        here = (graded.student for graded in book.rows if graded.is_handed_in)
+        _name_students("Counted as on time: not in times.csv", book.late.without_time(here))
     print(f"\n{book.folder / 'gradebook.csv'}, feedback for each student, and {overview}")
     raise typer.Exit(0 if all(map(_is_settled(task), book.rows)) else 1)
+
+
+def term(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="GRADES...", help="Folders of gradings, oldest first.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for pages.")] = Path(
+        "term"
+    ),
+) -> None:
+    """Show a term so far: progress and misconceptions by student, causes and answers by exercise.
+
+    \b
+    course term grades/hw1 grades/hw2 --out term
+    """
+    from course_tools.grading.term import read_term, write_term
+
+    print(write_term(read_term(folders), out))
 
 
 def _demand_clone() -> None:

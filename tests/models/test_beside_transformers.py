@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from course_lib.checkpoint.hub_names import renamed
-from course_lib.core.hub_config import read_config
+from course_lib.hub.config import read_config
+from course_lib.hub.names import renamed
 from course_lib.models import GPT, token_batch
 
 transformers = pytest.importorskip("transformers")
@@ -41,6 +41,15 @@ CASES = {
     "starcoder2": ("Starcoder2", {**SIZES, "sliding_window": 6, "hidden_act": "gelu_pytorch_tanh"}),
     "gpt_neox": ("GPTNeoX", {**NEOX, "hidden_act": "relu"}),
     "gpt_neox, in turn": ("GPTNeoX", {**NEOX, "use_parallel_residual": False, "rotary_pct": 0.5}),
+}
+
+EXPERTS = {  # in memory, transformers has all experts of a layer in one tensor: compared from files
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**SIZES, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
 }
 
 

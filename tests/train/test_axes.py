@@ -9,7 +9,10 @@ import cloudpickle
 import pytest
 import torch
 
+from course_lib.context_parallel.cost import FORMS, AttentionSizes
+from course_lib.context_parallel.lab import sent_by
 from course_lib.core import CourseError, ModelSpec
+from course_lib.core.specs import Experts
 from course_lib.mesh import clip
 from course_lib.models import GPT
 from course_lib.tensor_parallel.finish_watch import finishing
@@ -23,7 +26,12 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 # an odd vocabulary is filled up over tp = 2 and in shards; 7 sequences make uneven shares
 SPEC = ModelSpec(hidden=8, num_layers=4, num_heads=2, ffn_hidden=16, vocab=21, max_seq=8)
 UNTIED = replace(SPEC, tied=False, positions="rope", norm="rms", gated=True, bias=False)
+WIDE = replace(SPEC, hidden=16, num_heads=4)  # a rank of tp = 2 has heads for cp = 2
 SHARED = replace(UNTIED, num_kv_heads=1, qk_norm="head")  # both ranks of tp = 2 have its keys
+ROUTED = replace(
+    UNTIED,
+    experts=Experts(count=4, active=2, ffn_hidden=6, shared_hidden=4, dense_layers=(1,)),
+)
 EXACT = TrainConfig(model=SPEC, steps=3, global_batch=7, seq=8, dtype="float64", every=0, lr=0.01)
 # the sums over tokens, shards and micro-batches run in another order; float64 rounds at 1e-16
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
@@ -32,7 +40,11 @@ PARTS = {"global_batch": 8, "micro_batch": 1}
 SP = {"sequence_parallel": True}
 KEPT = {"reshard": False}
 
-# strategy, dp, tp, pp, options: on dp * tp * pp ranks
+RING = {"cp": 2, "seq": 7}  # a length that cp does not divide
+HEADS = {"cp": 2, "cp_form": "ulysses", "cp_layout": "contiguous"}
+GATHER = {"cp": 2, "cp_form": "all_gather", "cp_layout": "striped", "seq": 7}
+
+# strategy, dp, tp, pp, options, maybe with cp: on dp * tp * pp * cp ranks
 TABLE = [
     ("ddp", 2, 2, 1, CLIP | SP),
     ("ddp", 2, 1, 2, CLIP),
@@ -65,8 +77,36 @@ TABLE = [
     ("fsdp", 1, 2, 2, CLIP | SP | {"schedule": "gpipe"}),
     ("fsdp", 4, 1, 1, CLIP),
     ("zero2", 4, 1, 1, CLIP),
+    ("fsdp", 1, 2, 1, CLIP | RING | {"model": SHARED}),
+    ("ddp", 2, 1, 1, CLIP | HEADS),
+    ("zero1", 1, 1, 2, CLIP | RING | {"schedule": "zb-h1"}),
+    ("fsdp", 1, 1, 2, CLIP | GATHER),
+    ("zero3", 2, 1, 1, CLIP | RING | {"model": UNTIED}),
+    ("zero2", 1, 2, 1, CLIP | SP | HEADS | {"model": WIDE}),
+    ("torch-fsdp", 2, 1, 1, CLIP | RING),
+    ("naive-dp", 1, 1, 1, CLIP | {"cp": 4, "cp_layout": "striped"}),
+]
+EXPERTS = [
+    ("ddp", 2, 1, 1, CLIP | {"ep": 2}),
+    ("naive-dp", 4, 1, 1, CLIP | {"ep": 2}),
+    ("ddp", 2, 1, 2, CLIP | {"ep": 2, "schedule": "zb-h1"}),
+    ("ddp", 2, 2, 1, CLIP | {"ep": 2}),
+    ("zero1", 4, 1, 1, CLIP | {"ep": 4}),
+    ("zero2", 4, 1, 1, CLIP | {"ep": 2}),
+    ("zero3", 2, 2, 1, CLIP | {"ep": 2}),
+    ("zero1-offload", 4, 1, 1, CLIP | {"ep": 2}),
+    ("fsdp", 4, 1, 1, CLIP | {"ep": 2}),
+    ("fsdp", 2, 1, 2, PARTS | KEPT | {"ep": 2}),
+    ("ddp", 2, 1, 1, CLIP | {"cp": 2, "ep": 2}),
+    ("fsdp", 1, 1, 1, CLIP | {"cp": 4, "ep": 2, "cp_form": "all_gather"}),
+    ("torch-ddp", 2, 1, 1, CLIP),
 ]
 EIGHT = [
+    ("fsdp", 2, 1, 2, CLIP | RING),
+    ("fsdp", 4, 1, 2, CLIP | {"ep": 2, "model": ROUTED}),
+    ("zero1", 4, 2, 1, CLIP | {"ep": 4, "model": ROUTED}),
+    ("ddp", 2, 2, 1, CLIP | SP | {"cp": 2, "model": SHARED}),
+    ("zero2", 1, 2, 2, CLIP | GATHER | {"model": UNTIED}),
     ("ddp", 2, 2, 2, CLIP | SP),
     ("zero1", 2, 2, 2, CLIP | SP),
     ("zero2", 2, 2, 2, CLIP | SP),
@@ -78,13 +118,16 @@ EIGHT = [
 ]
 
 
+EXPERTS = [(*row[:4], row[4] | {"model": ROUTED}) for row in EXPERTS]
+
+
 def config_of(row):
     strategy, _, tp, pp, options = row
     return replace(EXACT, strategy=strategy, tp=tp, pp=pp, **options)
 
 
 def size_of(row):
-    return row[1] * row[2] * row[3]
+    return row[1] * row[2] * row[3] * row[4].get("cp", 1)
 
 
 def trained(rank, configs):
@@ -98,7 +141,7 @@ def trained(rank, configs):
 
 def assert_that_of_one_process(rows, pools, by_hand):
     hand = cache(lambda *sizes: by_hand(replace(EXACT, **dict(sizes))))
-    names = ("model", "optimizer", "global_batch", "clip_norm", "lr")
+    names = ("model", "optimizer", "global_batch", "clip_norm", "lr", "seq")
     for p in {size_of(row) for row in rows}:
         own = [row for row in rows if size_of(row) == p]
         configs = [config_of(row) for row in own]
@@ -119,6 +162,11 @@ def assert_that_of_one_process(rows, pools, by_hand):
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_strategy_on_every_mesh_has_the_numbers_of_one_process(first, pools, by_hand):
     assert_that_of_one_process(TABLE[first::2], pools, by_hand)
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_so_it_has_with_experts_divided_over_ranks(first, pools, by_hand):
+    assert_that_of_one_process(EXPERTS[first::2], pools, by_hand)
 
 
 @pytest.mark.nightly
@@ -182,6 +230,8 @@ LEGS = [
     ("single", 1, 2, 2, {}),
     ("zero1", 2, 1, 2, {"schedule": "zb-h1"}),
     ("fsdp", 4, 1, 1, {}),
+    ("fsdp", 1, 2, 1, {"cp": 2}),
+    ("zero1", 2, 1, 1, {"cp": 2}),
 ]
 
 
@@ -253,7 +303,51 @@ def test_what_stays_is_gathered_and_reduced_once_for_all_micro_batches(pools):
         assert 4 * 3 < gathers <= 4 * 2 * 3
 
 
+SENT = [
+    ("fsdp", 2, 1, 1, PARTS | RING, "ring"),
+    ("zero1", 2, 1, 1, PARTS | GATHER, "all-gather"),
+    ("ddp", 1, 2, 1, PARTS | HEADS | {"model": WIDE}, "Ulysses"),
+]
+
+
+def sent_along_cp(rank, configs):
+    """This rank's index along cp, and the bytes that it has sent along it in each run."""
+    trainers = [Trainer(rank, replace(config, steps=1)) for config in configs]
+    pairs = [trainer.mesh.mesh.group(rank, "cp") for trainer in trainers]
+    return [
+        (
+            trainer.mesh.index("cp"),
+            sent_by(e for e in trainer.run().events if {*e.group} == {*pair}),
+        )
+        for trainer, pair in zip(trainers, pairs, strict=True)
+    ]
+
+
+def test_what_is_sent_along_cp_is_the_forms_bytes_in_every_layer_and_micro_batch(pools):
+    for by_row in pools(4).run(sent_along_cp, [config_of(row[:5]) for row in SENT]):
+        for row, (index, sent) in zip(SENT, by_row, strict=True):
+            config, dp, tp = config_of(row[:5]), row[1], row[2]
+            sizes = AttentionSizes(
+                seq=config.seq, num_heads=config.model.num_heads // tp,
+                kv_heads=config.model.kv_heads // tp, head_dim=config.model.head_size,
+                number_bytes=8,
+            )  # fmt: skip
+            passes = FORMS[row[5]](sizes, 2, index, config.cp_layout)
+            assert sent == sum(passes) * config.model.num_layers * config.num_micro_batches(dp)
+
+
 # -- dropout and what is refused -----------------------------------------------------------------
+
+
+def drawn(rank, config):
+    Trainer(rank, config).run()
+    return torch.rand(1).item()
+
+
+def test_ranks_with_other_tokens_draw_other_dropout_and_those_of_tp_the_same(pools):
+    row = ("ddp", 1, 2, 1, {"cp": 2, "dropout": 0.3, "steps": 1})
+    draws = pools(4).run(drawn, config_of(row))
+    assert draws[0] == draws[1] != draws[2] == draws[3]
 
 
 def test_dropout_is_that_of_the_whole_model(alone, pools):
@@ -281,6 +375,13 @@ def test_dropout_is_that_of_the_whole_model(alone, pools):
         ),
         ({"strategy": "torch-fsdp", "tp": 2}, "torch-fsdp: need tp=1 and pp=1, .* Try --strategy"),
         ({"strategy": "deepspeed-1", "tp": 2}, "deepspeed-1: need tp=1 and pp=1"),
+        ({"strategy": "deepspeed-1", "cp": 2}, "deepspeed-1: need cp=1, .* Try --strategy fsdp"),
+        ({"strategy": "ddp", "cp": 9}, "need a token of every sequence .* got --seq 8 and cp=9"),
+        (HEADS | {"model": SHARED, "tp": 2}, "ulysses: need the heads .* got 1, 1 and cp=2. Try"),
+        ({"cp_form": "ring"}, "--cp-form: need cp of 2 or more; got ring and 1"),
+        ({"cp": 2, "cp_layout": "snake"}, "--cp-layout: need one of contiguous, zigzag, striped"),
+        (SP | RING | {"tp": 2}, r"need --seq divisible by tp \* cp; got 7 and 4. Try --seq 4"),
+        ({"cp": 2, "model": replace(UNTIED, window=4)}, "need --seq of at most its window of 4"),
     ],
 )
 def test_what_cannot_be_together_is_refused_before_anything_starts(changes, says):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from course_lib.checkpoint import save
-from course_lib.checkpoint.convert import to_hugging_face
 from course_lib.core import CourseError, ModelSpec
-from course_lib.core.hub_config import read_config
+from course_lib.hub.config import read_config
+from course_lib.hub.convert import to_hugging_face
 from course_lib.models import BERT, GPT, IGNORED, next_tokens, token_batch, token_loss
 from course_lib.models.dialogues import SPECIAL, Dialogues, generated_dialogues
 from course_lib.models.text import Text, generated_text
@@ -63,6 +63,8 @@ WAYS = [
     {"tp": 2, "pp": 2, "schedule": "interleaved"},
     {"strategy": "zero1", "pp": 2, "schedule": "zb-v"},
     {"strategy": "torch-fsdp"},
+    {"strategy": "fsdp", "cp": 2, "pp": 2},
+    {"strategy": "zero1", "cp": 2, "cp_form": "ulysses"},
 ]
 
 
@@ -236,7 +238,7 @@ def test_all_ranks_stop_at_the_first_validation_loss_that_is_low_enough(pools, t
 
 def slow(rank, config):
     """A run with a NaN from the third step on, whose steps seem to take a minute each."""
-    trainer, before = Trainer(rank, config), Trainer._step
+    trainer, before = Trainer(rank, config), Trainer.step
 
     def step(self):
         before(self)
@@ -246,7 +248,7 @@ def slow(rank, config):
                 param.data.fill_(math.nan)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_step", step)
+        patch.setattr(Trainer, "step", step)
         with pytest.raises(CourseError) as told:
             trainer.run()
     return str(told.value), trainer.progress.step

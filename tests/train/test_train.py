@@ -176,12 +176,12 @@ def say(capsys, monkeypatch, tmp_path):
         ("--strategy dpp", "--strategy: need one of single, naive-dp, ddp, torch-ddp, zero1, "),
         (
             "--strategy single --ranks 2",
-            "need one copy of the model, dp = 1; got 2 ranks, dp = 2. Try",
+            "need one copy of the model, dp * cp = 1; got 2 ranks, dp = 2 and cp = 1. Try",
         ),
         ("--ranks 0", "--ranks: need more than 0; got 0"),
         ("--ranks 17", "need a sequence for each of dp = 17 copies of the model; got 16"),
         ("--ranks 2 --micro-batch 3", "got 16 and 3 * 2. Try --global-batch 18"),
-        ("--ranks 3 --mesh tp=2", "divisible by tp * pp; got 3 and 2 * 1. Try --ranks 4"),
+        ("--ranks 3 --mesh tp=2", "divisible by tp * pp * cp; got 3 and 2 * 1 * 1. Try --ranks 4"),
         (
             "--mesh tp=3",
             "need num_heads of model tiny divisible by tp, as a head stays whole; got 4",
@@ -189,9 +189,12 @@ def say(capsys, monkeypatch, tmp_path):
         ("--mesh tp=0", "Mesh: need tp as a whole number above 0; got 0"),
         ("--tp 2", "--tp: need all axes in one option. Try --mesh tp=2"),
         ("--pp 2 --tp 4", "--tp: need all axes in one option. Try --mesh tp=4,pp=2"),
-        ("--mesh dp=2,tp=2 --ranks 2", "--mesh: need dp * pp * tp ranks; got 2 * 1 * 2 and 2"),
+        (
+            "--mesh dp=2,tp=2 --ranks 2",
+            "--mesh: need dp * pp * cp * tp ranks; got 2 * 1 * 1 * 2 and 2",
+        ),
         ("--mesh tp=2,tp=2", "mesh: need axes such as dp=2,pp=2,tp=2, each once"),
-        ("--mesh cp=2", "--mesh: need axes out of dp, pp, tp; got cp"),
+        ("--mesh ep=2", "--mesh: need axes out of dp, pp, cp, tp; got ep"),
         ("--mesh pp=3", "at most the 2 layers of model tiny; got 3 * 1. Try --layers 3"),
         ("--mesh pp=-1", "mesh: need axes such as dp=2,pp=2,tp=2, each once; got 'pp=-1'"),
         (
