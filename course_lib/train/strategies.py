@@ -20,7 +20,6 @@ from course_lib.train.config import CP_FORMS, TrainConfig
 if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
     import torch.distributed as dist
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from course_lib.frameworks import Engine, MegatronEngine
     from course_lib.mesh.model_part import ModelPart
@@ -165,14 +164,8 @@ def torch_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGrou
     from course_lib.models.gpt import Block
     from course_lib.train.optimizers import TorchFSDPAdapter, optimizer_of
 
-    made: list[Optimizer] = []
-
-    def make(params: Any) -> "Optimizer":
-        made.append(optimizer_of(config, params))
-        return made[0]
-
-    engine = fully_sharded(model, make, unit=Block, reshard_after_forward=config.reshard)
-    return Wrapped(engine.model, lambda *_: TorchFSDPAdapter(model, made[0]))
+    make, how = partial(optimizer_of, config), {"reshard_after_forward": config.reshard}
+    return Wrapped(fully_sharded(model, make, unit=Block, **how).model, TorchFSDPAdapter)
 
 
 def deepspeed(
@@ -191,43 +184,24 @@ def deepspeed(
     return _framework(make, model, config, count)
 
 
-def accelerate_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Accelerate without a plugin, which is PyTorch's DDP."""
-    from course_lib import frameworks
-
-    return _framework(frameworks.accelerate_ddp, model, config)
-
-
-def accelerate_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Accelerate with its FSDP plugin."""
-    from course_lib import frameworks
-    from course_lib.models.gpt import Block
-
-    return _framework(partial(frameworks.accelerate_fsdp, unit=_kind(model, Block)), model, config)
-
-
-def accelerate_deepspeed(
-    model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup"
+def framework(
+    model: "nn.Module",
+    config: TrainConfig,
+    group: "dist.ProcessGroup",
+    *,
+    engine: str,
+    shards_blocks: bool = False,
+    **options: Any,
 ) -> Wrapped:
-    """Accelerate with its DeepSpeed plugin, stage 3; its backward steps, too."""
-    from course_lib import frameworks
+    """An engine of `course_lib.frameworks`, by its name; Accelerate's DeepSpeed steps in backward.
 
-    return _framework(partial(frameworks.accelerate_deepspeed, stage=3), model, config)
-
-
-def lightning_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Lightning Fabric with its DDP strategy, which is PyTorch's DDP."""
-    from course_lib import frameworks
-
-    return _framework(frameworks.lightning_ddp, model, config)
-
-
-def lightning_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Lightning Fabric with its ModelParallelStrategy: `fully_shard` on every block."""
+    shards_blocks   every block is gathered by itself
+    """
     from course_lib import frameworks
     from course_lib.models.gpt import Block
 
-    return _framework(partial(frameworks.lightning_fsdp, unit=_kind(model, Block)), model, config)
+    unit = {"unit": _kind(model, Block)} if shards_blocks else {}
+    return _framework(partial(getattr(frameworks, engine), **options, **unit), model, config)
 
 
 def megatron(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
@@ -337,11 +311,11 @@ SHARDS: dict[str, Strategy] = {
 FRAMEWORKS: dict[str, Strategy] = {
     **{f"deepspeed-{stage}": partial(deepspeed, stage=stage) for stage in range(4)},
     **{f"deepspeed-{n}-offload": partial(deepspeed, stage=n, offload=True) for n in (1, 2, 3)},
-    "accelerate-ddp": accelerate_ddp,
-    "accelerate-fsdp": accelerate_fsdp,
-    "accelerate-deepspeed": accelerate_deepspeed,
-    "lightning-ddp": lightning_ddp,
-    "lightning-fsdp": lightning_fsdp,
+    "accelerate-ddp": partial(framework, engine="accelerate_ddp"),
+    "accelerate-fsdp": partial(framework, engine="accelerate_fsdp", shards_blocks=True),
+    "accelerate-deepspeed": partial(framework, engine="accelerate_deepspeed", stage=3),
+    "lightning-ddp": partial(framework, engine="lightning_ddp"),
+    "lightning-fsdp": partial(framework, engine="lightning_fsdp", shards_blocks=True),
     "megatron": megatron,
 }
 STRATEGIES = {**COPIES, **SHARDS, **FRAMEWORKS}
