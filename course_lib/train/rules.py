@@ -222,6 +222,11 @@ def check_fits(config: Any) -> None:
         raise CourseError(
             "--eval-only: need a trained model; got neither --init nor --resume. Try --init FOLDER."
         )
+    if config.stop_at_loss and not config.eval_every:
+        raise CourseError(
+            f"--stop-at-loss: need validation losses; got {config.stop_at_loss} without them. "
+            "Try --eval-every 50."
+        )
     _check_data(config)
 
 
