@@ -7,6 +7,7 @@ one rank of each pipeline stage that differs: the ranks of a stage hold and send
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from course_lib.core.records import COMMUNICATION_KINDS, Event
 from course_lib.core.units import format_bytes
 from course_lib.cost.bandwidth import bus_factor
 from course_lib.memory.saved_tensors import SavedStorages
+from course_lib.mesh.mesh import Mesh
 from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.ranks.dry_world import dry_world
 from course_lib.ranks.recorder import record
@@ -129,18 +131,13 @@ def measure_step(trainer: Trainer) -> RankStep:
 
 def traffic_of(events: Sequence[Event], mesh: RankMesh) -> list[Traffic]:
     """Return the communication among events of this rank, by axis and kind."""
-    members = {
-        axis: set(dist.get_process_group_ranks(mesh.group(axis)))
-        for axis, size in mesh.mesh.sizes.items()
-        if size > 1
-    }
     found: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for event in events:
         if event.kind not in COMMUNICATION_KINDS or len(event.group) < 2:
             continue
-        axis = next((axis for axis, ranks in members.items() if ranks.issuperset(event.group)), "")
         share = 0 if event.kind == "recv" else bus_factor(event.kind, len(event.group))
-        found[axis or "all", event.kind].append((event.num_bytes, share * event.num_bytes))
+        sent_bytes = share * event.num_bytes
+        found[axes_of(event.group, mesh.mesh), event.kind].append((event.num_bytes, sent_bytes))
     return [
         Traffic(
             axis=axis,
@@ -151,6 +148,13 @@ def traffic_of(events: Sequence[Event], mesh: RankMesh) -> list[Traffic]:
         )
         for (axis, kind), calls in sorted(found.items())
     ]
+
+
+@cache
+def axes_of(ranks: tuple[int, ...], mesh: Mesh) -> str:
+    """Return the axes along which these ranks differ, such as dp, or dp+cp."""
+    places = [mesh.coordinates(rank) for rank in ranks]
+    return "+".join(axis for axis in mesh.sizes if len({place[axis] for place in places}) > 1)
 
 
 def dry_text(steps: Sequence[RankStep]) -> str:

@@ -39,6 +39,9 @@ TABLE = [  # strategy and options, on 4 ranks (8 in the night)
     ("ddp", PP | {"tp": 2, "schedule": "gpipe"}),
     ("zero1", PP | {"schedule": "zb-h1", "model": LLAMA}),
     ("ddp", PP | {"schedule": "zb-v"}),
+    ("ddp", {"optimizer": "muon", "model": LLAMA}),
+    ("zero1", {"cp": 2, "model": LLAMA}),
+    ("fsdp", TP | {"cp": 2, "cp_layout": "zigzag"}),
 ]
 
 
@@ -55,7 +58,7 @@ def check(pools, num_ranks, strategy, options):
     config = replace(BASE, strategy=strategy, **options)
     real = pools(num_ranks).run(on_a_rank, config)
     assert all(step.memory[kind] > 0 for step in real for kind in step.memory)
-    assert {one.axis for one in real[0].traffic} <= {"dp", "tp", "pp"}
+    assert {one.axis for one in real[0].traffic} <= {"dp", "tp", "pp", "cp", "dp+cp"}
     for step in real:
         dry = in_a_dry_world(step.rank, num_ranks, config)
         assert dry.traffic == step.traffic
