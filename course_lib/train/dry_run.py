@@ -1,12 +1,13 @@
 """A run without running it: what one step would hold and send on each kind of rank.
 
-The trainer's own lines go through a step as one rank of a `dry_world`, on the meta device, for
+The trainer's own lines go through two steps as one rank of a `dry_world`, on the meta device, for
 one rank of each pipeline stage that differs: the ranks of a stage hold and send alike.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from course_lib.core.records import COMMUNICATION_KINDS, Event
 from course_lib.core.units import format_bytes
 from course_lib.cost.bandwidth import bus_factor
 from course_lib.memory.saved_tensors import SavedStorages
+from course_lib.mesh.mesh import Mesh
 from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.ranks.dry_world import dry_world
 from course_lib.ranks.recorder import record
@@ -58,7 +60,7 @@ def dry_run(config: TrainConfig, num_ranks: int) -> list[RankStep]:
     Raises:  CourseError for what has no dry run, or cannot be trained
     """
     check_dry(config)
-    config = replace(config, steps=1, epochs=None, every=0, eval_every=0, lr_decay=None)
+    config = replace(config, steps=2, epochs=None, every=0, eval_every=0, lr_decay=None)
     config = replace(config, out=None, profile=None, save_every=0, async_save=False)
     found = []
     for rank in ranks_to_look_at(config, num_ranks):
@@ -74,6 +76,12 @@ def check_dry(config: TrainConfig) -> None:
         raise CourseError(
             f"--dry-run: need a strategy of the course, as others read numbers, which tensors on "
             f"the meta device do not have; got {config.strategy}. Try --strategy {near}."
+        )
+    if config.cp > 1 or config.model.experts:
+        what = f"cp={config.cp}" if config.cp > 1 else f"the experts of {config.model.name}"
+        raise CourseError(
+            f"--dry-run: need a step whose sizes follow from its options; got {what}: numbers say "
+            "which tokens a rank computes with. Try it without, or course plan."
         )
     if config.resume or config.eval_only:
         raise CourseError(
@@ -106,7 +114,7 @@ def measure_step(trainer: Trainer) -> RankStep:
         raise CourseError(
             f"measure_step: need a strategy of the course; got {trainer.config.strategy}."
         )
-    for _ in range(trainer.config.steps - 1):
+    for _ in range(trainer.config.steps - 1):  # a first one makes the optimizer's state, and more
         trainer.step()
     peak = 0
 
@@ -119,7 +127,7 @@ def measure_step(trainer: Trainer) -> RankStep:
     with record() as log, saved.hooks():
         trainer.step()
     memory = {kind: trainer.record.run["memory"][kind] for kind in ("params", "grads")}
-    memory["optim_state"] = trainer.adapter.state_bytes()["optim_state"]  # a first step makes it
+    memory["optim_state"] = trainer.adapter.state_bytes()["optim_state"]
     return RankStep(
         rank=trainer.rank,
         memory=memory | {"activations": peak},
@@ -129,18 +137,13 @@ def measure_step(trainer: Trainer) -> RankStep:
 
 def traffic_of(events: Sequence[Event], mesh: RankMesh) -> list[Traffic]:
     """Return the communication among events of this rank, by axis and kind."""
-    members = {
-        axis: set(dist.get_process_group_ranks(mesh.group(axis)))
-        for axis, size in mesh.mesh.sizes.items()
-        if size > 1
-    }
     found: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for event in events:
         if event.kind not in COMMUNICATION_KINDS or len(event.group) < 2:
             continue
-        axis = next((axis for axis, ranks in members.items() if ranks.issuperset(event.group)), "")
         share = 0 if event.kind == "recv" else bus_factor(event.kind, len(event.group))
-        found[axis or "all", event.kind].append((event.num_bytes, share * event.num_bytes))
+        sent_bytes = share * event.num_bytes
+        found[axes_of(event.group, mesh.mesh), event.kind].append((event.num_bytes, sent_bytes))
     return [
         Traffic(
             axis=axis,
@@ -151,6 +154,13 @@ def traffic_of(events: Sequence[Event], mesh: RankMesh) -> list[Traffic]:
         )
         for (axis, kind), calls in sorted(found.items())
     ]
+
+
+@cache
+def axes_of(ranks: tuple[int, ...], mesh: Mesh) -> str:
+    """Return the axes along which these ranks differ, such as dp, or dp+cp."""
+    places = [mesh.coordinates(rank) for rank in ranks]
+    return "+".join(axis for axis in mesh.sizes if len({place[axis] for place in places}) > 1)
 
 
 def dry_text(steps: Sequence[RankStep]) -> str:
