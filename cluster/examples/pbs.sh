@@ -26,7 +26,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # threads of each rank
 nodes=$(sort -u "$PBS_NODEFILE" | wc -l)
 head=$(head -n 1 "$PBS_NODEFILE")
 number=${PBS_JOBID%%[!0-9]*} # 1234 of 1234.server
-port=$((20000 + number % 20000))
+port=$((20000 + number % 12000))
 
 # xargs reads quotes as a shell does, but runs nothing. An open quote ends the job here.
 lines=$(printf '%s' "${PROGRAM:?need qsub -v PROGRAM=...}" | xargs -n 1 printf '%s\n')

@@ -9,17 +9,24 @@ state. `dcp.py` saves the same state with torch.distributed.checkpoint, `convert
 layouts. `cost.py` predicts, `lab.py` measures, `pictures.py` and `explorer.py` draw.
 """
 
-from course_lib.checkpoint.folder import (
-    Broken,
-    Checkpoint,
-    all_checkpoints,
-    latest,
-    read_tensor,
-)
-from course_lib.checkpoint.loading import load
-from course_lib.checkpoint.pending import PendingSave
-from course_lib.checkpoint.rng import rng_state, set_rng_state
-from course_lib.checkpoint.saving import save, save_async
+from typing import TYPE_CHECKING
+
+from course_lib.core.on_demand import names_on_demand
+
+if TYPE_CHECKING:
+    from course_lib.checkpoint.folder import (
+        Broken,
+        Checkpoint,
+        all_checkpoints,
+        latest,
+        read_tensor,
+    )
+    from course_lib.checkpoint.loading import load
+    from course_lib.checkpoint.pending import PendingSave
+    from course_lib.checkpoint.rng import rng_state, set_rng_state
+    from course_lib.checkpoint.saving import save, save_async
+else:
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = [
     "Broken",

@@ -5,7 +5,7 @@ made of; `Renamed.join` and `Renamed.split` convert the numbers, one way and the
 14_checkpoint.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +51,7 @@ class Names:
 
     outside      the blocks: embedding, positions and the last norm
     blocks       where they are
-    block        in one of them
+    block        in one of them; {} stands for the number of an expert
     by_head      modules in which the heads of the sources take turns
     transposed   modules whose weights are transposes: GPT-2's Conv1D are [in, out]
     """
@@ -77,6 +77,19 @@ _ATTENTION = {
     "post_attention_layernorm": "mlp_norm",
 }
 _GATED = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.out"}
+# of an expert in files; in memory, newer versions have all experts of a layer in one tensor
+_MIXTRAL = {
+    "block_sparse_moe.gate": "mlp.router.linear",
+    "block_sparse_moe.experts.{}.w1": "mlp.experts.{}.gate",
+    "block_sparse_moe.experts.{}.w3": "mlp.experts.{}.up",
+    "block_sparse_moe.experts.{}.w2": "mlp.experts.{}.out",
+}
+_QWEN_MOE = {
+    "mlp.gate": "mlp.router.linear",
+    "mlp.experts.{}.gate_proj": "mlp.experts.{}.gate",
+    "mlp.experts.{}.up_proj": "mlp.experts.{}.up",
+    "mlp.experts.{}.down_proj": "mlp.experts.{}.out",
+}
 _LLAMA = Names(_OUTSIDE, "model.layers", {**_ATTENTION, **_GATED})
 _GPT2 = Names(
     {"transformer.wte": "embedding", "transformer.wpe": "positions", "transformer.ln_f": "norm"},
@@ -125,6 +138,8 @@ NAMES = {
     **dict.fromkeys(("llama", "mistral", "ministral3", "qwen2", "qwen3", "smollm3"), _LLAMA),
     "phi3": _PHI3,
     "starcoder2": _STARCODER2,
+    "mixtral": Names(_OUTSIDE, "model.layers", {**_ATTENTION, **_MIXTRAL}),
+    "qwen3_moe": Names(_OUTSIDE, "model.layers", {**_ATTENTION, **_GATED, **_QWEN_MOE}),
 }
 IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 
@@ -145,12 +160,18 @@ def renamed(family: str, spec: ModelSpec, ours: Collection[str]) -> list[Renamed
     modules = [*names.outside.items(), *([] if spec.tied else [("lm_head", "head")])]
     found = [_tensor(*pair, kind, names, spec) for pair in modules for kind in ("weight", "bias")]
     for n in range(spec.num_layers):
-        for theirs, one in names.block.items():
+        for theirs, one in _in_each_expert(names.block, spec):
             mine = " ".join(f"blocks.{n}.{name}" for name in one.split())
             for kind in ("weight", "bias"):
                 tensor = _tensor(theirs, mine, kind, names, spec)
                 found.append(_in_block(tensor, f"{names.blocks}.{n}"))
     return [one for one in found if one.sources[0] in ours]
+
+
+def _in_each_expert(block: Mapping[str, str], spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    for theirs, ours in block.items():
+        for expert in range(spec.experts.count if spec.experts and "{}" in ours else 1):
+            yield theirs.format(expert), ours.format(expert)
 
 
 def _tensor(theirs: str, ours: str, kind: str, names: Names, spec: ModelSpec) -> Renamed:

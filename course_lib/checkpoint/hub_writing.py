@@ -11,13 +11,14 @@ from typing import Any
 from course_lib.core.errors import CourseError
 from course_lib.core.hub_config import read_values
 from course_lib.core.layers import layers
-from course_lib.core.specs import ModelSpec
+from course_lib.core.specs import Experts, ModelSpec
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu", "relu": "relu"}
 CLASSES = {
     **{"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM"},
     **{"mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"},
     **{"smollm3": "SmolLM3ForCausalLM", "starcoder2": "Starcoder2ForCausalLM"},
+    **{"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"},
 }
 
 
@@ -109,12 +110,26 @@ def _gpt2(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _experts(spec: ModelSpec, experts: Experts, kind: str) -> dict[str, Any]:
+    own = {"num_experts_per_tok": experts.active, "sliding_window": spec.window}
+    if kind == "mixtral":
+        wide = {"intermediate_size": experts.ffn_hidden}
+        return {**own, **wide, "num_local_experts": experts.count}
+    return {
+        **{**own, "num_experts": experts.count, "moe_intermediate_size": experts.ffn_hidden},
+        **{"norm_topk_prob": experts.normalized, "mlp_only_layers": list(experts.dense_layers)},
+        **{"use_sliding_window": spec.window is not None},
+    }
+
+
 def _own(spec: ModelSpec, kind: str) -> dict[str, Any]:
     """Return the fields that only one of Llama's relatives has."""
     if kind == "llama":
         return {"attention_bias": spec.has_bias("qkv"), "mlp_bias": spec.has_bias("mlp")}
     if kind == "mistral":
         return {"sliding_window": spec.window}
+    if spec.experts is not None and kind in ("mixtral", "qwen3_moe"):
+        return _experts(spec, spec.experts, kind)
     rotary = [int(layer.rotary) for layer in layers(spec)]
     own = {"no_rope_layers": rotary} if kind == "smollm3" else {}
     if spec.window is None:

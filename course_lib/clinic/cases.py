@@ -78,7 +78,7 @@ CASES = {
     "one loader for all": Case(
         "Throughput scales with the ranks, the loss falls as before; with four times the ranks it "
         "does not fall any faster.",
-        f"{TRAINER}:Trainer._part",
+        "course_lib.train.mesh:TrainMesh.part_of",
         faults.part,
         "loaders in the style of nanoGPT; accelerate #4233",
         2,
@@ -86,7 +86,7 @@ CASES = {
     ),
     "every rank shuffles": Case(
         "An epoch takes as many steps as it should. The count of tokens is right.",
-        f"{TRAINER}:Trainer._part",
+        "course_lib.train.mesh:TrainMesh.part_of",
         faults.shuffled_part,
         "samplers without a common seed; accelerate #4233",
         2,
@@ -142,6 +142,14 @@ CASES = {
         "Megatron-LM #844",
         4,
         {"strategy": "zero2", "pp": 2},
+    ),
+    "pages from one": Case(
+        "Long sequences, split over two ranks. The loss of both falls.",
+        "course_lib.context_parallel.model:ShardPositions.__call__",
+        faults.positions_of,
+        "context parallelism added to loops that make positions themselves",
+        2,
+        {"strategy": "ddp", "cp": 2},
     ),
     "its own ruler": Case(
         "A run with FSDP and clipping. One process with the same batch ends elsewhere.",

@@ -29,14 +29,14 @@ def share(part: Tensor, whole: Tensor) -> float:
 
 def part(self: Any, whole: Tensor) -> Tensor:
     """Return this rank's part of a batch."""
-    return whole.tensor_split(self.dp)[0]
+    return whole.tensor_split(self.size("dp"))[0]
 
 
 def shuffled_part(self: Any, whole: Tensor) -> Tensor:
     """Return this rank's part of a batch, in a shuffled order."""
-    generator = torch.Generator().manual_seed(self.config.seed + self.rank)
+    generator = torch.Generator().manual_seed(self.rank)
     order = torch.randperm(len(whole), generator=generator)
-    return whole[order].tensor_split(self.dp)[self.mesh.index("dp")]
+    return whole[order].tensor_split(self.size("dp"))[self.index("dp")]
 
 
 def one_by_one(
@@ -94,11 +94,10 @@ def clip(
     """Scale this rank's gradients so that their norm is at most max_norm; return it before."""
     grads = held_grads(module) if held is None else held
     counted = counted_once_here(module, mesh)
-    axes = [axis for axis in ("tp", "pp") if mesh.size(axis) > 1]
     return clip_shards(
         [one.grad for one in grads if one.param in counted],
         max_norm,
-        [mesh.group(axis) for axis in axes],
+        [mesh.group(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1],
         scaled=[one.grad for one in grads] if scaled is None else scaled,
     )
 
@@ -123,6 +122,11 @@ def lr_at(self: Any, step: int) -> float:
         return self.lr * (step + 1) / self.warmup
     done = (step - self.warmup) / max(self.steps - self.warmup, 1)
     return self.lr * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1)))).item() / 2
+
+
+def positions_of(self: Any, length: int) -> list[int]:
+    """Return the positions of this rank's tokens."""
+    return list(range(length))
 
 
 def padded_batch(self: Any, n: int, *, batch: int, seq: int, seed: int = 0) -> tuple[Tensor, Tensor]:

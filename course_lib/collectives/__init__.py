@@ -6,26 +6,33 @@ lists who sends what to whom in each algorithm and simulates it; `coalesced.py` 
 tensors in a few messages.
 """
 
-from course_lib.collectives.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    gather,
-    reduce,
-    reduce_scatter,
-    scatter,
-)
-from course_lib.collectives.halving import halving_doubling_all_reduce
-from course_lib.collectives.hierarchical import hierarchical_all_reduce
-from course_lib.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from course_lib.collectives.tree import (
-    barrier,
-    recursive_doubling_all_reduce,
-    star_broadcast,
-    tree_broadcast,
-    tree_reduce,
-)
+from typing import TYPE_CHECKING
+
+from course_lib.core.on_demand import names_on_demand
+
+if TYPE_CHECKING:
+    from course_lib.collectives.collectives import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        broadcast,
+        gather,
+        reduce,
+        reduce_scatter,
+        scatter,
+    )
+    from course_lib.collectives.halving import halving_doubling_all_reduce
+    from course_lib.collectives.hierarchical import hierarchical_all_reduce
+    from course_lib.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+    from course_lib.collectives.tree import (
+        barrier,
+        recursive_doubling_all_reduce,
+        star_broadcast,
+        tree_broadcast,
+        tree_reduce,
+    )
+else:
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = [
     "all_gather",

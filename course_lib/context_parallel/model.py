@@ -76,8 +76,8 @@ class ShardRotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Rotate the numbers of every token by its position in the whole sequence."""
         at = self.positions_of(x.shape[-2])
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
+        first, second, rest = x.split(self.rotary.halves, dim=-1)
+        turned = torch.cat([-second, first, rest], dim=-1)
         return (x * self.rotary.cos[at] + turned * self.rotary.sin[at]).to(x.dtype)
 
 
@@ -100,12 +100,13 @@ def parallelize_context(
 
     Shapes:  tokens [batch, seq/p] -> [batch, seq/p, vocab]
     Cost:    the form's, in every layer
-    Raises:  CourseError for anything but a GPT, for one that is context-parallel already, and for
-             dropout of attention weights; in forward ShapeError for more than max_seq tokens
+    Raises:  CourseError for anything but a GPT, for one that is context-parallel already, for
+             dropout of attention weights, and for a window; in forward ShapeError for more than
+             max_seq tokens
     Source:  Grattafiori et al. 2024 (Llama 3), section 3.3.2
     """
     member = member_of(group, "parallelize_context")
-    _check(model)
+    _check(model, seq)
     positions(member.rank, member.size, seq or model.spec.max_seq, layout)  # known, and not empty
     positions_of = ShardPositions(member, model.spec.max_seq, layout, seq)
     for module in list(model.modules()):
@@ -143,7 +144,7 @@ def _at_global_positions(
     return (torch.tensor(positions_of(len(local)), device=local.device),)
 
 
-def _check(model: Any) -> None:
+def _check(model: Any, seq: int | None) -> None:
     if not isinstance(model, GPT):
         raise CourseError(
             f"parallelize_context: need a GPT; got {type(model).__name__}. Try it before DDP(...)."
@@ -158,4 +159,10 @@ def _check(model: Any) -> None:
             raise CourseError(
                 "parallelize_context: need attention weights without dropout; got "
                 f"{module.dropout.p}. Try GPT(spec, flash=True, dropout=...)."
+            )
+        window = isinstance(module, Attention) and module.window
+        if window and (seq or model.spec.max_seq) > window:
+            raise CourseError(
+                "parallelize_context: need attention to all tokens before; got a window of "
+                f"{window}. Try a model without windows, or seq={window} or less."
             )

@@ -1,4 +1,4 @@
-"""Which models `course_lib.models` builds: dense ones, with attention and an MLP in each layer.
+"""Which models `course_lib.models` builds: with attention and an MLP or experts in each layer.
 
 All counting takes any `ModelSpec`; what trains has to be refused by name, not built without a
 part. Notebook 01_memory.
@@ -13,7 +13,6 @@ from course_lib.core.specs import ModelSpec
 
 # the fields with a value that is not built, and the values that are
 BUILT: dict[str, tuple[Any, ...]] = {
-    "experts": (None,),
     "latent": (None,),
     "attention_softcap": (None,),
     "logit_softcap": (None,),

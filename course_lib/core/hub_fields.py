@@ -38,7 +38,6 @@ EXTRAS: dict[str, Any] = {
     "swiglu_alpha": None,
     "query_pre_attn_scalar": None,
     "clip_qkv": None,
-    "norm_topk_prob": True,
     "n_group": 1,
     "topk_group": 1,
     "topk_method": "greedy",

@@ -119,6 +119,8 @@ def experts(config: Config, count: tuple[str, ...], ffn_hidden: int, **more: Any
     number, active = config.size_of(*count), config.size("num_experts_per_tok")
     if active > number:
         config.refuse("num_experts_per_tok", f"need at most {count[0]} = {number}")
+    if "norm_topk_prob" in config.values:
+        more["normalized"] = config.take("norm_topk_prob", bool)
     return Experts(count=number, active=active, ffn_hidden=ffn_hidden, **more)
 
 

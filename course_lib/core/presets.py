@@ -13,7 +13,7 @@ from pathlib import Path
 
 from course_lib.core.errors import CourseError
 from course_lib.core.hub_config import read_config
-from course_lib.core.specs import ModelSpec, Rope
+from course_lib.core.specs import Experts, ModelSpec, Rope
 
 SIZE = re.compile(r"(\d+x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])")  # such as the 13b of llama2-13b
 FAMILY = re.compile(r"[a-z]*")  # such as the llama of llama2-13b
@@ -117,6 +117,15 @@ _CHARACTERS = _gpt("gpt2-char", 672, 5, 12, vocab=65, max_seq=200)
 _TINY = (
     _gpt("tiny", 64, 2, 4, vocab=256, max_seq=64),
     _gpt("small", 256, 4, 8, vocab=2048, max_seq=256),
+    replace(
+        _llama("moe-tiny", 64, 2, 8, 64),  # a small Mixtral
+        num_heads=4,
+        num_kv_heads=2,
+        vocab=256,
+        max_seq=64,
+        rope=Rope(),
+        experts=Experts(count=8, active=2, ffn_hidden=64),
+    ),
 )
 
 _PUBLISHED = tuple(map(read_config, sorted((Path(__file__).parent / "configs").glob("*.json"))))

@@ -22,6 +22,7 @@ WORDS = {
     "qk_norm": ("none", "head", "whole"),
     "activation": ("default", "gelu", "gelu_tanh", "silu", "relu"),
 }
+ROUTERS = ("softmax", "sigmoid")
 BIASED = ("qkv", "out", "mlp", "norm")
 
 
@@ -91,6 +92,9 @@ class Experts:
     router_bias    the router has one
     capacity       an expert takes at most capacity * tokens * active / count tokens and drops the
                    others; None: none is dropped
+    router         "softmax" over the experts, or a "sigmoid" each and a bias that only selects
+    normalized     the weights of a token's experts are divided by their sum; with active 1 the
+                   loss then has no gradient for the router
 
     Source: Shazeer et al. 2017; Fedus et al. 2021 (Switch), section 2.2, for the capacity
     """
@@ -104,6 +108,8 @@ class Experts:
     bias: bool = False
     router_bias: bool = False
     capacity: float | None = None
+    router: str = "softmax"
+    normalized: bool = True
 
     def __post_init__(self) -> None:
         for field in ("count", "active", "ffn_hidden"):
@@ -114,7 +120,11 @@ class Experts:
             raise ShapeError(
                 f"experts: need active of at most count; got {self.active} and {self.count}."
             )
-        for field in ("shared_gate", "bias", "router_bias"):
+        if self.router not in ROUTERS:
+            raise CourseError(
+                f"experts: need router {' or '.join(ROUTERS)}; got {repr(self.router)[:60]}."
+            )
+        for field in ("shared_gate", "bias", "router_bias", "normalized"):
             check_switch("experts", field, getattr(self, field))
         object.__setattr__(self, "dense_layers", _indices("dense_layers", self.dense_layers))
         if self.capacity is not None and not (_is_number(self.capacity) and self.capacity > 0):

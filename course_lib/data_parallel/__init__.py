@@ -8,11 +8,23 @@ draws. `gradients.py` is what NaiveDDP, DDP, ZeRO and FSDP share; `composition.p
 wrappers that do not fit together, and `guarded.py` code that takes a part of a gradient for all.
 """
 
-from course_lib.data_parallel.local_sgd import DiLoCo, LocalSGD, outer_step
-from course_lib.data_parallel.naive_ddp import NaiveDDP, broadcast_state, fingerprint, weighted_loss
-from course_lib.data_parallel.parameter_server import ParameterServer, Update, loss_at, smoothed
-from course_lib.data_parallel.sampler import RankSampler
-from course_lib.data_parallel.thread_parallel import DataParallel, replica_of
+from typing import TYPE_CHECKING
+
+from course_lib.core.on_demand import names_on_demand
+
+if TYPE_CHECKING:
+    from course_lib.data_parallel.local_sgd import DiLoCo, LocalSGD, outer_step
+    from course_lib.data_parallel.naive_ddp import (
+        NaiveDDP,
+        broadcast_state,
+        fingerprint,
+        weighted_loss,
+    )
+    from course_lib.data_parallel.parameter_server import ParameterServer, Update, loss_at, smoothed
+    from course_lib.data_parallel.sampler import RankSampler
+    from course_lib.data_parallel.thread_parallel import DataParallel, replica_of
+else:
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = [
     "DataParallel",

@@ -29,7 +29,7 @@ from course_lib.frameworks.megatron_groups import MegatronGroups
 from course_lib.frameworks.megatron_on_cpu import stand_ins
 from course_lib.frameworks.megatron_weights import Weights, source_of, whole_weights
 from course_lib.models import GPT, IGNORED
-from course_lib.models.gpt import ACTIVATIONS
+from course_lib.models.mlp import ACTIVATIONS
 from course_lib.ranks.world import rank_device
 
 WHERE = "MegatronEngine"

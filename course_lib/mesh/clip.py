@@ -2,8 +2,8 @@
 
 Each number of the whole gradient counts once: shards of a matrix are added over tp, layers over pp.
 What tp replicates, or some of its ranks share, counts on one of them, and a tied parameter on the
-first stage that holds it. Along dp all ranks have the same gradient, which has been averaged; or
-ZeRO and FSDP have left each a shard of it, and these are added, too. Notebook 11_mesh.
+first stage that holds it. Along dp and cp all ranks have the same gradient, which has been
+averaged; or ZeRO and FSDP have left each a shard of it, and these are added, too. Notebook 11_mesh.
 """
 
 from collections.abc import Sequence
@@ -54,24 +54,24 @@ def clip_grad_norm_across(
 ) -> Tensor:
     """Scale this rank's gradients so that the norm of the whole one is at most max_norm.
 
-    module   this rank's part of the model, with gradients that are averaged over dp, and finished
+    module   this rank's part of the model, with gradients that are averaged over copies, finished
              (`finish_gradients`)
-    held     the gradients where they are sharded over dp; None: those of the parameters
+    held     the gradients where they are sharded over copies; None: those of the parameters
     scaled   the tensors to scale, where they hold more than these; default: these
 
     Returns the norm before, in float64, the same on all ranks.
 
-    Cost:    one all_reduce of one number along tp and along pp; along dp, too, where it is sharded
+    Cost:    one all_reduce of one number along tp and along pp; over copies, where it is sharded
     """
     grads, counted = held_grads(module) if held is None else held, counted_here(module, mesh)
     squared = [one.grad for one in grads if one.param in counted]
-    axes = [axis for axis in ("tp", "pp") if mesh.size(axis) > 1]
-    axes += ["dp"] * (held is not None)
+    groups = [mesh.group(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1]
+    groups += [mesh.copies] * (held is not None)
     param = next(module.parameters(), None)
     return clip_shards(
         squared,
         max_norm,
-        [mesh.group(axis) for axis in axes],
+        groups,
         None if param is None else param.device,
         scaled=[one.grad for one in grads] if scaled is None else scaled,
     )

@@ -15,6 +15,7 @@ from itertools import product
 from course_lib.core.errors import MeshError
 
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: what communicates least stands first
+COPIES = ("dp", "cp", "ep")  # ranks that differ along these hold the same parameters, but experts
 
 
 class Mesh:
@@ -48,9 +49,13 @@ class Mesh:
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
 
-    def size(self, axis: str) -> int:
-        """Return the size of an axis; 1 for one that this mesh does not have."""
-        return self.sizes.get(axis, 1)
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks along axes; one that this mesh does not have counts as 1."""
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+    def having(self, *axes: str) -> tuple[str, ...]:
+        """Return those of these axes that this mesh has, outermost first."""
+        return tuple(axis for axis in self.sizes if axis in axes)
 
     def stride(self, axis: str) -> int:
         """Return the distance of two ranks that are neighbours along an axis: 1 innermost."""

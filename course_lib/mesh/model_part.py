@@ -1,7 +1,8 @@
 """One rank's part of a model, and the one order in which the methods are applied to it.
 
-`apply_methods` is that order: tensor parallelism, pipeline, then copies or shards over dp. Each
-method sees what the one before it has left, and only its own axis of the mesh. Notebook 11_mesh.
+`apply_methods` is that order: tensor parallelism, context parallelism, pipeline, then copies or
+shards over the ranks that hold the same part, those of dp and cp. Each method sees what the one
+before it has left, and only its own axes of the mesh. Notebook 11_mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Generic, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.context_parallel.model import parallelize_context
 from course_lib.core.shards import InWhole, ParamShard, Shard, same_shard
 from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.models import BERT, GPT
@@ -28,8 +30,8 @@ class ModelPart(Generic[OverDp]):
 
     module    the model, with tp its layers' shards; with pp the stage of them
     places    where each of its parameters stands in the whole model
-    wrapped   what averages, or shards, over dp
-    shard_of  of a parameter that is sharded over dp: the shard of the module's parameter that a
+    wrapped   what averages, or shards, over the ranks that hold the same part
+    shard_of  of a parameter that is sharded over copies: the shard of the module's parameter that a
               tensor laid out like it is; others are whole
     """
 
@@ -77,6 +79,7 @@ def apply_methods(
     mesh: RankMesh,
     over_dp: Callable[[nn.Module, dist.ProcessGroup], OverDp],
     *,
+    over_cp: Callable[[GPT, dist.ProcessGroup], object] = parallelize_context,
     splits: bool = True,
     sequence_parallel: bool = False,
     num_layers: Sequence[int] | None = None,
@@ -86,6 +89,8 @@ def apply_methods(
 
     over_dp      wraps the part for the ranks that hold the same one: DDP, ZeRO, FSDP. Inside a
                  stage it may put wrappers in the place of the model chunks
+    over_cp      lets attention see the tokens of all ranks of cp: `parallelize_context` with its
+                 form, layout and sequence length
     splits       False: it also splits the model over tp and pp, as Megatron-Core does
     num_layers   of the stages, and their ranks, as in `split_model`
 
@@ -96,12 +101,14 @@ def apply_methods(
         device = next(whole.parameters()).device.type
         parallelize(whole, mesh.device_mesh("tp", device), sequence_parallel)
     places = _places_in(whole)
+    if mesh.size("cp") > 1 and isinstance(whole, GPT):  # 2. attend to the tokens of all of cp
+        over_cp(whole, mesh.group("cp"))
     module: nn.Module = whole
-    if pp > 1 and isinstance(whole, GPT):  # 2. keep this rank's layers of the result
+    if pp > 1 and isinstance(whole, GPT):  # 3. keep this rank's layers of the result
         stage = mesh.index("pp")
         module = split_model(whole, pp, stage, num_layers=num_layers, placement=placement)
     before = list(module.parameters())
-    wrapped = over_dp(module, mesh.group("dp"))  # 3. copy or shard what is left
+    wrapped = over_dp(module, mesh.copies)  # 4. copy or shard what is left
     after = dict(zip(before, module.parameters(), strict=True))  # FSDP has replaced them by shards
     if isinstance(module, Stage):
         module.tied = [replace(tied, param=after[tied.param]) for tied in module.tied]

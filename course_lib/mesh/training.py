@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from course_lib.accumulation.accumulation import by_tokens, split_micro_batches
+from course_lib.context_parallel.layouts import shard
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import ModelSpec
@@ -38,7 +39,8 @@ class MeshTrainer:
     trainer = MeshTrainer(spec, RankMesh(Mesh(pp=2, dp=2, tp=2)), 4, torch.optim.AdamW, lr=1e-3)
     loss = trainer.step(tokens, targets)      # the whole batch, the same on every rank
 
-    mesh                has the axes pp, dp and tp, each of 1 or more
+    mesh                has the axes pp, dp and tp, each of 1 or more, and maybe cp: its ranks then
+                        have tokens in a row, all of a sequence together
     num_micro_batches   of each replica
     optimizer_cls       made with `settings`
     sharded             the optimizer state is sharded over dp: ZeRO-1
@@ -63,10 +65,10 @@ class MeshTrainer:
         frozen: Sequence[str] = (),
         **settings: Any,
     ) -> None:
-        if {*mesh.mesh.sizes} != {"pp", "dp", "tp"}:
+        if {*mesh.mesh.sizes} - {"cp"} != {"pp", "dp", "tp"}:
             raise MeshError(
-                f"MeshTrainer: need a mesh with the axes pp, dp and tp; got {mesh.mesh}. Give an "
-                "axis that you do not use the size 1."
+                f"MeshTrainer: need a mesh with the axes pp, dp and tp, or these and cp; got "
+                f"{mesh.mesh}. Give an axis that you do not use the size 1."
             )
         self.mesh, self.seed, self.max_norm, self.num_steps = mesh, seed, max_norm, 0
         self.dp, self.pp, self.tp = (mesh.size(axis) for axis in ("dp", "pp", "tp"))
@@ -81,7 +83,7 @@ class MeshTrainer:
         params = list(self.stage.parameters())
         if sharded:
             self.optimizer: Optimizer = ShardedOptimizer(
-                params, optimizer_cls, mesh.group("dp"), **settings
+                params, optimizer_cls, mesh.copies, **settings
             )
         else:
             self.optimizer = optimizer_cls(params, **settings)
@@ -104,12 +106,13 @@ class MeshTrainer:
         # the ranks of a tp group draw the same dropout, the others draw their own; the seed is made
         # of coordinates, so the order of the axes does not change it
         draws = self.mesh.index("dp") * self.pp + self.mesh.index("pp")
+        draws = draws * self.mesh.size("cp") + self.mesh.index("cp")
         torch.manual_seed(mixed_seed(mixed_seed(self.seed, self.num_steps), draws))
-        mine = self._share(tokens), self._share(targets)  # data is split along dp only
+        mine = self._share(tokens), self._share(targets)
         micro_batches = split_micro_batches(mine, len(self.schedule[0]) // 2)
         inputs, asked = zip(*micro_batches, strict=True)
-        # DDP divides the sum by dp, so a share of the whole batch is counted dp times
-        weights = [by_tokens(one, targets) * self.dp for one in asked]
+        # DDP divides the sum by the number of copies, so a share of the batch is counted so often
+        weights = [by_tokens(one, targets) * self.mesh.num_copies for one in asked]
         with self.replica.no_sync():
             loss = self.pipeline.step(self.schedule, inputs, asked, weights)
         self.replica.finish()
@@ -124,17 +127,18 @@ class MeshTrainer:
         return self.part.full_state()
 
     def _share(self, whole: Tensor) -> Tensor:
-        """Return this replica's part of a batch: all ranks that differ along pp or tp have it."""
-        return whole.tensor_split(self.dp)[self.mesh.index("dp")]
+        """Return this rank's part of a batch: all ranks that differ along pp or tp have it."""
+        mine = whole.tensor_split(self.dp)[self.mesh.index("dp")]
+        return shard(mine, self.mesh.index("cp"), self.mesh.size("cp"))
 
     def _whole_loss(self, loss: Tensor | None) -> float:
-        """Average the losses of all replicas; only the last stage knows its replica's."""
+        """Average the losses of all copies; only the last stage knows its replica's."""
         total = torch.zeros((), dtype=torch.float64, device=rank_device())
         if loss is not None:
             total += loss.detach()
         dist.all_reduce(total, group=self.mesh.group("pp"))
-        dist.all_reduce(total, group=self.mesh.group("dp"))
-        return float(total) / self.dp
+        dist.all_reduce(total, group=self.mesh.copies)
+        return float(total) / self.mesh.num_copies
 
 
 def evenly(spec: ModelSpec, num_stages: int) -> list[int]:

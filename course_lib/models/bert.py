@@ -29,6 +29,8 @@ class BERT(nn.Module):
     def __init__(self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
         check_built(spec, "BERT")
+        if spec.experts is not None:
+            raise CourseError(f"BERT: need a dense model; got {spec.name}, which has experts.")
         if spec.positions != "learned" or spec.window is not None or spec.parallel:
             got = spec.positions if spec.positions != "learned" else "a window or parallel layers"
             raise CourseError(

@@ -4,12 +4,10 @@ Queries, keys and values have a linear layer each, a dropout mask takes one byte
 the causal mask is added rather than filled in: no operation saves more than it needs, so the
 formulas of notebook 01_memory hold to the byte. Attention is fused (flash) or written out. The two
 methods that `course_lib.recompute` replaces are `GPT.run_blocks` and `Attention.attend`. The logits
-of GPT-2, Llama, Mistral, Qwen2, Qwen3 and others are those of transformers, with the same weights.
+of GPT-2, Llama, Mixtral, Qwen3 and others are those of transformers, with the same weights.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +17,8 @@ from course_lib.core.built import check_built, llama3_scaling
 from course_lib.core.errors import CourseError, ShapeError
 from course_lib.core.layers import LayerKind, layers
 from course_lib.core.specs import ModelSpec
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-    "relu": F.relu,
-}
+from course_lib.models.mlp import MLP
+from course_lib.models.moe import MoE
 
 
 class GPT(nn.Module):
@@ -39,7 +32,7 @@ class GPT(nn.Module):
     dropout   after the embedding, attention and MLP, and on unfused attention weights
 
     Raises: ShapeError for a sequence that is longer than spec.max_seq; CourseError for a spec with
-            a part that is not built here, such as experts
+            a part that is not built here, such as latent attention
     """
 
     def __init__(self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0) -> None:
@@ -94,7 +87,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); the mlp may be a `MoE`.
 
     With spec.parallel both get the same x: x + attention(norm(x)) + mlp(norm(x)), with a norm for
     each or, with norms_per_layer 1, one for both.
@@ -113,11 +106,12 @@ class Block(nn.Module):
         causal: bool = True,
     ) -> None:
         super().__init__()
+        layer = layers(spec)[0] if layer is None else layer
         self.parallel, self.one_norm = spec.parallel, spec.norms_per_layer == 1
         self.attention_norm = make_norm(spec)
         self.attention = Attention(spec, layer, flash=flash, dropout=dropout, causal=causal)
         self.mlp_norm = nn.Identity() if self.one_norm else make_norm(spec)
-        self.mlp = MLP(spec)
+        self.mlp = MoE(spec) if layer.routed else MLP(spec)
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -203,26 +197,6 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.spec.head_size))
-
-
-class MLP(nn.Module):
-    """MLP of two linear layers around an activation such as GELU, or of SwiGLU's three.
-
-    Shapes:  [batch, seq, hidden] -> the same
-    Saves:   x, GELU's input and output [batch, seq, ffn_hidden]; SwiGLU: four of them
-    """
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        bias, self.activation = spec.has_bias("mlp"), ACTIVATIONS[spec.mlp_activation]
-        self.up = nn.Linear(spec.hidden, spec.ffn_hidden, bias=bias)
-        self.gate = nn.Linear(spec.hidden, spec.ffn_hidden, bias=bias) if spec.gated else None
-        self.out = nn.Linear(spec.ffn_hidden, spec.hidden, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.out(self.activation(self.up(x)))
-        return self.out(self.activation(self.gate(x)) * self.up(x))
 
 
 class Dropout(nn.Module):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from course_lib.core.layers import LayerKind
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import ModelSpec
+from course_lib.expert_parallel.cost import level_bytes
 from course_lib.planner.cluster import Cluster
 from course_lib.planner.compute import NO_TIME, LayerTime, routed_tokens
 from course_lib.planner.plan import Plan
@@ -21,11 +22,6 @@ class ExpertGroup(NamedTuple):
 
     ranks: int
     on_node: int
-
-    @property
-    def nodes(self) -> float:
-        """Nodes that the group is spread over."""
-        return self.ranks / self.on_node
 
 
 def expert_group(cluster: Cluster, axes: Parallelism) -> ExpertGroup:
@@ -38,26 +34,21 @@ def exchange_s(cluster: Cluster, group: ExpertGroup, num_bytes: float, active: i
     """Return the seconds of an all-to-all in which a rank's copies have `num_bytes` in all.
 
     The copies go to all ranks alike, those for other ranks of the node along its links and the
-    others through the adapters, at the same time. A program that sends a token to a node once
-    (`Software.sends_once`), and on to its experts there inside the node, sends fewer through the
-    adapters: of n nodes, `active` choices at random reach n (1 - (1 - 1/n)^active).
-
-    Source: DeepSeek-AI 2024 (DeepSeek-V3), section 3.2.2, for sending once
+    others through the adapters, at the same time (`expert_parallel.cost.level_bytes`).
     """
     ranks, on_node = group
     if ranks == 1:
         return 0.0
-    inside_bytes, outside_bytes = (num_bytes * (n / ranks) for n in (on_node - 1, ranks - on_node))
-    if cluster.software.sends_once and group.nodes > 1:
-        reached = group.nodes * (1 - (1 - 1 / group.nodes) ** active)
-        outside_bytes *= reached / active
-        inside_bytes = num_bytes * (on_node - 1) / on_node
+    inside_bytes, outside_bytes = level_bytes(
+        num_bytes, ranks, on_node, active, sends_once=cluster.software.sends_once
+    )
     inside, outside = cluster.inside, cluster.outside
     inside_s = (on_node - 1) * inside.latency_s + inside_bytes / inside.bytes_per_s
     if ranks == on_node:
         return inside_s
+    nodes = ranks / on_node
     sent_s = outside_bytes / (outside.bytes_per_s * cluster.gather_share)
-    return max(inside_s, (group.nodes - 1) * outside.latency_s + sent_s)
+    return max(inside_s, (nodes - 1) * outside.latency_s + sent_s)
 
 
 def routed_s(

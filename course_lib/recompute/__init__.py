@@ -6,18 +6,25 @@ rounds to 8 bits with a scale for a tensor, `block_scaling.py` with one for ever
 `quantized_linear.py` computes with that, and `lab.py` measures what it costs. `pictures.py` draws.
 """
 
-from course_lib.recompute.activations import (
-    recompute,
-    recompute_full,
-    recompute_none,
-    recompute_segments,
-    recompute_selective,
-    recompute_some,
-)
-from course_lib.recompute.block_scaling import BlockScaling, dequantize_blocks, quantize_blocks
-from course_lib.recompute.float8 import CurrentScaling, DelayedScaling, NumberFormat
-from course_lib.recompute.mixed_precision import LossScale, MixedPrecisionOptimizer
-from course_lib.recompute.quantized_linear import Operands, QuantizedLinear, quantize_linears
+from typing import TYPE_CHECKING
+
+from course_lib.core.on_demand import names_on_demand
+
+if TYPE_CHECKING:
+    from course_lib.recompute.activations import (
+        recompute,
+        recompute_full,
+        recompute_none,
+        recompute_segments,
+        recompute_selective,
+        recompute_some,
+    )
+    from course_lib.recompute.block_scaling import BlockScaling, dequantize_blocks, quantize_blocks
+    from course_lib.recompute.float8 import CurrentScaling, DelayedScaling, NumberFormat
+    from course_lib.recompute.mixed_precision import LossScale, MixedPrecisionOptimizer
+    from course_lib.recompute.quantized_linear import Operands, QuantizedLinear, quantize_linears
+else:
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = [
     "BlockScaling",

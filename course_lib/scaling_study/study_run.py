@@ -83,6 +83,7 @@ class StudyRun:
         self._need("dtype", self.dtype in DTYPES, " or ".join(DTYPES))
         self._need("bucket_mib", self.bucket_mib * MIB >= KIB, "at least 1 KiB")
         self._need("spec", count_params(self.spec) <= MOST_PARAMS, f"{MOST_PARAMS:.0e} parameters")
+        self._need("spec", self.spec.experts is None, "a dense model, as predictions count")
         check_built(self.spec, "StudyRun")  # what the training loop trains, and predictions count
         self.parallelism.check(self.spec)
         parts = self.parallelism.dp * self.num_micro_batches

@@ -18,6 +18,7 @@ from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.hub_config import read_config
 from course_lib.core.presets import ENCODERS, find_model
 from course_lib.core.specs import ModelSpec
+from course_lib.mesh.mesh import Mesh, read_mesh
 from course_lib.train import options as o
 from course_lib.train.config import TrainConfig, one_of, positive, was_restarted
 from course_lib.train.launcher import (
@@ -40,7 +41,7 @@ from course_lib.train.strategies import STRATEGIES
 COMMAND = "python -m course_lib.train"
 SEQ = 64  # tokens in a sequence, if the model takes so many
 
-HELP = """Train a GPT or a BERT on dp * pp * tp ranks; without dropout, with the losses of one rank.
+HELP = """Train a GPT or a BERT on dp * pp * cp * tp ranks; without dropout as one rank does.
 
 \b
 python -m course_lib.train --mesh dp=2,pp=2,tp=2 --strategy fsdp --micro-batch 1
@@ -81,6 +82,8 @@ def train(
     mesh: o.MeshOption = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    cp_form: o.CpForm = None,
+    cp_layout: o.CpLayout = None,
     sequence_parallel: o.SequenceParallel = False,
     schedule: o.ScheduleOption = None,
     model_chunks: o.ModelChunks = None,
@@ -150,13 +153,14 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     positive("ranks", wanted)
     if started and wanted not in (None, started):
         raise CourseError(f"--ranks: need the {started} ranks that torchrun started; got {wanted}.")
-    dp, options["pp"], options["tp"] = _axes(options)
-    one_copy = options["tp"] * options["pp"]
-    num_ranks = started or wanted or (dp or 1) * one_copy
-    if dp and num_ranks != dp * one_copy:
+    mesh = _mesh(options)
+    options |= {axis: mesh.size(axis) for axis in ("pp", "cp", "tp")}
+    num_ranks = started or wanted or mesh.world_size
+    if "dp" in mesh.sizes and num_ranks != mesh.world_size:
+        sizes = {axis: mesh.size(axis) for axis in ("dp", "pp", "cp", "tp")}
         raise MeshError(
-            f"--mesh: need dp * pp * tp ranks; got {dp} * {options['pp']} * {options['tp']} and "
-            f"{num_ranks} ranks. Try it without dp: the ranks decide."
+            f"--mesh: need {' * '.join(sizes)} ranks; got {' * '.join(map(str, sizes.values()))} "
+            f"and {num_ranks} ranks. Try it without dp: the ranks decide."
         )
     if options["vocab"] and options["data"] != "synthetic":
         raise CourseError(
@@ -172,7 +176,8 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     options["model"] = _model(options)
     if options["seq"] is None:
         options["seq"] = min(SEQ, options["model"].max_seq)
-    options["strategy"] = options["strategy"] or ("ddp" if num_ranks > one_copy else "single")
+    usual = "ddp" if num_ranks > mesh.size("pp", "tp") else "single"
+    options["strategy"] = options["strategy"] or usual
     for path in ("out", "init"):
         options[path] = str(options[path]) if options[path] else None
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
@@ -184,22 +189,20 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     return config, num_ranks
 
 
-def _axes(options: dict[str, Any]) -> tuple[int | None, int, int]:
-    """Return dp, pp and tp of --mesh; dp is None where the number of ranks decides."""
+def _mesh(options: dict[str, Any]) -> Mesh:
+    """Return the mesh of --mesh, without dp where the number of ranks decides."""
     text, old = options.pop("mesh"), {axis: options.pop(axis) for axis in ("tp", "pp")}
     if given := {axis: size for axis, size in old.items() if size is not None}:
         together = ",".join(f"{axis}={size}" for axis, size in given.items())
         raise CourseError(
             f"--{next(iter(given))}: need all axes in one option. Try --mesh {together}."
         )
-    if text is None:
-        return None, 1, 1
-    from course_lib.mesh.mesh import read_mesh
-
-    mesh = read_mesh(text)
-    if others := mesh.sizes.keys() - {"dp", "pp", "tp"}:
-        raise MeshError(f"--mesh: need axes out of dp, pp, tp; got {', '.join(sorted(others))}.")
-    return mesh.sizes.get("dp"), mesh.size("pp"), mesh.size("tp")
+    mesh = Mesh() if text is None else read_mesh(text)
+    if others := mesh.sizes.keys() - {"dp", "pp", "cp", "tp"}:
+        raise MeshError(
+            f"--mesh: need axes out of dp, pp, cp, tp; got {', '.join(sorted(others))}."
+        )
+    return mesh
 
 
 def _model(options: dict[str, Any]) -> ModelSpec:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from course_lib.context_parallel.layouts import LAYOUTS
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.plain_values import as_read_back
@@ -24,8 +25,8 @@ from course_lib.train.rules import COMPUTE_DTYPES, check_fits, check_split, prof
 if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
     from course_lib.pipeline.actions import Schedule
 
-LR = {"sgd": 0.1, "adamw": 1e-3}  # what works for the small models
-COPIES = {"sgd": 2, "adamw": 4}  # parameters, gradients, optimizer state
+LR = {"sgd": 0.1, "adamw": 1e-3, "muon": 1e-3}  # what works for the small models
+COPIES = {"sgd": 2, "adamw": 4, "muon": 3}  # parameters, gradients, optimizer state
 SHARE_ALL = {"zero3", "fsdp", "torch-fsdp", "deepspeed-3", "accelerate-fsdp"}
 SHARE_ALL |= {"lightning-fsdp", "accelerate-deepspeed", "zero3-offload", "deepspeed-3-offload"}
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2}
@@ -35,6 +36,7 @@ CHECKPOINT_FORMATS = ("course", "dcp")
 LR_DECAYS = ("cosine", "linear")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+CP_FORMS = ("ring", "ulysses", "all_gather")
 V_SCHEDULES = ("zb-v", "dualpipe-v")  # the first rank holds the first and the last layers
 
 
@@ -45,14 +47,17 @@ class TrainConfig:
     init          folder of a model of transformers whose weights training starts from; None: random
     masked        the model is a BERT, which predicts masked tokens; False: a GPT
     epochs        passes over all tokens of the data; None: `steps` decides
-    tp, pp        ranks that split every layer, and pipeline stages; dp = ranks / (tp * pp)
+    tp, pp, cp    ranks that split every layer, pipeline stages, ranks that split every sequence;
+                  dp = ranks / (tp * pp * cp)
+    cp_form       of attention over cp: "ring", "ulysses" or "all_gather"; None: ring
+    cp_layout     of a sequence over cp: "contiguous", "zigzag" or "striped"; None: zigzag
     schedule      of the pipeline; None: 1f1b if there are stages
     model_chunks  per rank, for the interleaved schedule; None: 2, as the schedules in a V have
     micro_batch   sequences in one forward pass; None: the rank's whole share, or with pp 2 * pp
                   parts of it, of which the first get one sequence more if that is not even
     warmup        steps in which the learning rate grows linearly, from lr / warmup to lr
     lr_decay      "cosine" or "linear": from the warm-up's end to 0 after `steps`; None: no decay
-    momentum      the momentum factor of sgd; None: no momentum
+    momentum      the momentum factor of sgd and muon; None: 0 of sgd, 0.95 of muon
     clip_norm     upper limit for the norm of the gradient; None: no limit
     reshard       of fsdp and torch-fsdp: free a block between its forward and its backward
     compute_dtype of fsdp: the dtype of gathers and computation; None: dtype
@@ -79,6 +84,9 @@ class TrainConfig:
     micro_batch: int | None = None
     tp: int = 1
     pp: int = 1
+    cp: int = 1
+    cp_form: str | None = None
+    cp_layout: str | None = None
     schedule: str | None = None
     model_chunks: int | None = None
     sequence_parallel: bool = False
@@ -117,9 +125,10 @@ class TrainConfig:
             object.__setattr__(self, "lr", LR[self.optimizer])
         for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib", "keep"):
             positive(name, getattr(self, name))
-        for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm", "momentum"):
+        for name in ("tp", "pp", "cp", "model_chunks", "epochs", "clip_norm", "momentum"):
             positive(name, getattr(self, name))
         self._fill_in_schedule()
+        self._fill_in_context()
         if self.lr_decay is not None:
             one_of("lr-decay", self.lr_decay, LR_DECAYS)
         for name in ("every", "eval_every", "save_every", "seed", "dropout", "warmup"):
@@ -146,6 +155,18 @@ class TrainConfig:
             one_of("schedule", self.schedule, SCHEDULES)
         if self.schedule == "interleaved" and self.model_chunks is None:
             object.__setattr__(self, "model_chunks", 2)
+
+    def _fill_in_context(self) -> None:
+        for name, known, usual in (("form", CP_FORMS, "ring"), ("layout", LAYOUTS, "zigzag")):
+            given = getattr(self, f"cp_{name}")
+            if given is not None:
+                one_of(f"cp-{name}", given, known)
+                if self.cp == 1:
+                    raise MeshError(
+                        f"--cp-{name}: need cp of 2 or more; got {given} and 1. Try --mesh cp=2."
+                    )
+            elif self.cp > 1:
+                object.__setattr__(self, f"cp_{name}", usual)
 
     @property
     def num_model_chunks(self) -> int:
@@ -193,10 +214,10 @@ class TrainConfig:
     def check_ranks(self, num_ranks: int) -> None:
         """Check that this many ranks can train the run together. Raises: MeshError or ShapeError"""
         dp = self.parallelism(num_ranks).dp
-        if self.strategy == "single" and dp > 1:
+        if self.strategy == "single" and dp * self.cp > 1:
             raise MeshError(
-                f"--strategy single: need one copy of the model, dp = 1; got {num_ranks} ranks, "
-                f"dp = {dp}. Try --strategy ddp."
+                f"--strategy single: need one copy of the model, dp * cp = 1; got {num_ranks} "
+                f"ranks, dp = {dp} and cp = {self.cp}. Try --strategy ddp."
             )
         num_micro_batches = self.num_micro_batches(dp)
         if self.pp > 1:
@@ -282,12 +303,12 @@ def parallelism_of(config: TrainConfig, num_ranks: int) -> Parallelism:
 
     Raises: MeshError if they make no whole number of copies of the model
     """
-    one_copy = config.tp * config.pp
-    if num_ranks % one_copy:
-        near = max(round(num_ranks / one_copy), 1) * one_copy
+    tp, pp, cp = config.tp, config.pp, config.cp
+    if num_ranks % (together := tp * pp * cp):
+        near = max(round(num_ranks / together), 1) * together
         raise MeshError(
-            f"--mesh: need a number of ranks divisible by tp * pp; got {num_ranks} and "
-            f"{config.tp} * {config.pp}. Try --ranks {near}."
+            f"--mesh: need a number of ranks divisible by tp * pp * cp; got {num_ranks} and "
+            f"{tp} * {pp} * {cp}. Try --ranks {near}."
         )
-    dp, sequence_parallel = num_ranks // one_copy, config.sequence_parallel
-    return Parallelism(dp=dp, tp=config.tp, pp=config.pp, sequence_parallel=sequence_parallel)
+    dp, sequence_parallel = num_ranks // together, config.sequence_parallel
+    return Parallelism(dp=dp, tp=tp, pp=pp, cp=cp, sequence_parallel=sequence_parallel)

@@ -37,10 +37,7 @@ def validation_loss(
     part.module.eval()
     for n in range(FIRST, FIRST + BATCHES):
         whole = examples.batch(n, batch=config.global_batch, seq=config.seq, seed=config.seed)
-        own = tuple(
-            tensor.tensor_split(mesh.size("dp"))[mesh.index("dp")].to(rank_device())
-            for tensor in whole
-        )
+        own = tuple(mesh.part_of(tensor).to(rank_device()) for tensor in whole)
         micro_batches = split_micro_batches(own, config.num_micro_batches(mesh.size("dp")))
         counts = [int((targets != IGNORED).sum()) for _, targets in micro_batches]
         found = losses(micro_batches, counts)

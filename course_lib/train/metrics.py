@@ -26,14 +26,14 @@ KEEP_STEPS = 3  # the record holds the events of the last ones
 class Metrics:
     """The run record of this rank, and the sums that need the losses of all ranks.
 
-    dp   copies of the model: each reports its loss times its share times dp
-    lr   the learning rate, for the sentence about a loss that is not a number
+    num_copies   ranks that report: each its loss, times its share, times num_copies
+    lr           the learning rate, for the sentence about a loss that is not a number
 
     is_unread   whether nobody reads what a rank prints, as in `... | head`: all ranks then end
     """
 
-    def __init__(self, record: RunRecord, dp: int, lr: float | None) -> None:
-        self.record, self.dp, self.lr = record, dp, lr
+    def __init__(self, record: RunRecord, num_copies: int, lr: float | None) -> None:
+        self.record, self.num_copies, self.lr = record, num_copies, lr
         self._open: list[Tensor] = []  # this rank's part, of steps that are not summed up
         self._since: list[tuple[float, float, float]] = []  # what nobody was told yet
         self._marks: list[int] = []
@@ -66,7 +66,7 @@ class Metrics:
         dist.all_reduce(found)
         self._open.clear()
         self.is_unread = bool(found[0, 0])
-        rows = [(loss / self.dp, right, asked) for loss, right, asked in found[1:].tolist()]
+        rows = [(loss / self.num_copies, right, asked) for loss, right, asked in found[1:].tolist()]
         for step, row, mine in zip(self.record.steps[-len(rows) :], rows, own[1:], strict=True):
             loss, right, asked = row
             step["loss"] = loss

@@ -23,6 +23,7 @@ from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.models.storages import storage_bytes
 from course_lib.tensor_parallel.state import HeldGrad
 from course_lib.train.config import TrainConfig
+from course_lib.train.muon import Muon
 from course_lib.zero.lab import owned_bytes
 from course_lib.zero.state import range_shard
 from course_lib.zero.zero import ZeRO1
@@ -83,7 +84,11 @@ class PartAdapter:
         self.optimizer = self._optimizer(config)
 
     def _optimizer(self, config: TrainConfig) -> Optimizer:
-        return optimizer_of(config, self.part.module.parameters())
+        module = self.part.module
+        if config.optimizer == "muon":
+            params = dict(module.named_parameters())
+            return Muon(params, self.mesh.group("dp"), **settings_of(config))
+        return optimizer_of(config, module.parameters())
 
     def zero_grad(self) -> None:
         """Reset the gradients."""

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from course_lib.train.config import CHECKPOINT_FORMATS, LR_DECAYS, SCHEDULES
+from course_lib.context_parallel.layouts import LAYOUTS
+from course_lib.train.config import CHECKPOINT_FORMATS, CP_FORMS, LR_DECAYS, SCHEDULES
 from course_lib.train.strategies import COPIES, FRAMEWORKS, SHARDS
 
 StrategyOption = Annotated[
@@ -22,7 +23,7 @@ StrategyOption = Annotated[
     ),
 ]
 RanksOption = Annotated[
-    int | None, typer.Option(help="Ranks to start on this machine. Default: dp * pp * tp.")
+    int | None, typer.Option(help="Ranks to start on this machine. Default: dp * pp * cp * tp.")
 ]
 Init = Annotated[
     Path | None,
@@ -75,8 +76,19 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         help="Sizes of the axes, such as dp=2,pp=2,tp=2: copies of the model (or shards of them, "
-        "with zero1 to zero3 and fsdp), pipeline stages, ranks that split every layer. Without "
-        "dp: as many copies as --ranks gives."
+        "with zero1 to zero3 and fsdp), pipeline stages, ranks that split every layer, and "
+        "cp=2: ranks that split every sequence. Without dp: as many copies as --ranks gives."
+    ),
+]
+CpForm = Annotated[
+    str | None,
+    typer.Option(help=f"With cp: attention by {', '.join(CP_FORMS)}. Default: ring."),
+]
+CpLayout = Annotated[
+    str | None,
+    typer.Option(
+        help=f"With cp: which tokens a rank has, {', '.join(LAYOUTS)}. Default: zigzag, where each "
+        "has early and late ones."
     ),
 ]
 Tp = Annotated[int | None, typer.Option(hidden=True)]
@@ -94,10 +106,13 @@ Seq = Annotated[
     int | None,
     typer.Option(help="Tokens per sequence. Default: 64, or the model's maximum if that is less."),
 ]
-Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
-Lr = Annotated[
-    float | None, typer.Option(help="Learning rate. Default: 0.001 for adamw, 0.1 for sgd.")
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        help="sgd, adamw, or muon for the matrices of the layers with adamw for the rest."
+    ),
 ]
+Lr = Annotated[float | None, typer.Option(help="Learning rate. Default: 0.1 for sgd, else 0.001.")]
 Warmup = Annotated[
     int, typer.Option(help="Steps in which the learning rate grows linearly to --lr; 0: none.")
 ]
@@ -108,7 +123,7 @@ LrDecay = Annotated[
         "to the last step. Default: it stays."
     ),
 ]
-Momentum = Annotated[float | None, typer.Option(help="Momentum factor of sgd, below 1.")]
+Momentum = Annotated[float | None, typer.Option(help="Momentum factor of sgd or muon, below 1.")]
 ClipNorm = Annotated[
     float | None,
     typer.Option(help="Upper limit for the norm of the whole gradient, over all axes."),

@@ -1,6 +1,6 @@
 """Rules for the options of a run; each broken one is reported in a sentence.
 
-`dp = ranks / (tp * pp)` is the number of copies of the model, each trained by tp * pp ranks.
+`dp = ranks / (tp * pp * cp)` is the number of copies of the model, each trained by the others.
 `config` is a TrainConfig, which applies these rules when it is created.
 """
 
@@ -10,8 +10,11 @@ from typing import Any
 
 from course_lib.core.built import check_built
 from course_lib.core.errors import CourseError, MeshError, ShapeError
+from course_lib.core.layers import layers
 
 COMPUTE_DTYPES = ("bfloat16",)
+NOT_OVER_TOKENS = ("deepspeed", "accelerate", "lightning", "megatron")
+WHOLE = ("single", "naive-dp", "ddp", "torch-ddp")  # strategies that copy the model
 ONE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")  # schedules that do not split it
 
 
@@ -58,6 +61,7 @@ def check_split(config: Any) -> None:
     check_built(config.model, "--model")
     _check_tensors(config)
     _check_stages(config)
+    _check_context(config)
     if config.strategy == "torch-ddp" and config.pp > 1:
         raise MeshError(
             "--strategy torch-ddp: need pp=1, as it sends gradients with the first backward "
@@ -85,10 +89,10 @@ def _check_tensors(config: Any) -> None:
         return
     if tp == 1:
         raise MeshError("--sequence-parallel: need tp of 2 or more; got 1. Try --mesh tp=2.")
-    if config.seq % tp:
+    if config.seq % (split := tp * config.cp):
         raise ShapeError(
-            f"--sequence-parallel: need --seq divisible by tp; got {config.seq} and {tp}. "
-            f"Try --seq {max(config.seq - config.seq % tp, tp)}."
+            f"--sequence-parallel: need --seq divisible by tp * cp; got {config.seq} and {split}. "
+            f"Try --seq {max(config.seq - config.seq % split, split)}."
         )
 
 
@@ -111,15 +115,52 @@ def _check_stages(config: Any) -> None:
         )
 
 
+def _check_context(config: Any) -> None:
+    """Check that the ranks of cp can share sequences and, of Ulysses, heads."""
+    model, cp, tp = config.model, config.cp, config.tp
+    if cp == 1:
+        return
+    if config.masked or config.strategy.startswith(NOT_OVER_TOKENS):
+        name = f"--model {model.name}" if config.masked else f"--strategy {config.strategy}"
+        attempt = "--model tiny" if config.masked else "--strategy fsdp"
+        raise MeshError(
+            f"{name}: need cp=1, as it attends to the tokens of one rank; got cp={cp}. "
+            f"Try {attempt}."
+        )
+    if config.seq < cp:
+        raise ShapeError(
+            f"--mesh: need a token of every sequence for each rank of cp; got --seq {config.seq} "
+            f"and cp={cp}. Try --seq {cp}."
+        )
+    heads, kv_heads = model.num_heads // tp, max(model.kv_heads // tp, 1)
+    if config.cp_form == "ulysses" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
+        raise MeshError(
+            f"--cp-form ulysses: need the heads of a rank divisible by cp, and those of keys and "
+            f"values by cp or cp by them; got {heads}, {kv_heads} and cp={cp}. Try --cp-form ring."
+        )
+    windows = [layer.window for layer in layers(model) if layer.window]
+    if windows and config.seq > min(windows):
+        raise MeshError(
+            f"--model {model.name}: need --seq of at most its window of {min(windows)} tokens with "
+            f"cp; got {config.seq}. Try --seq {min(windows)}, or cp=1."
+        )
+
+
 def check_fits(config: Any) -> None:
     """Check that the options fit each other. Raises: CourseError or MeshError"""
     name = config.strategy
-    framework = name.startswith(("deepspeed", "accelerate", "lightning", "megatron"))
+    framework = name.startswith(NOT_OVER_TOKENS)
     whole_layers = framework and name != "megatron"
     if (whole_layers or name == "torch-fsdp") and config.tp * config.pp > 1:
         raise MeshError(
             f"--strategy {name}: need tp=1 and pp=1, as it shards whole layers; got "
             f"{config.tp} and {config.pp}. Try --strategy fsdp."
+        )
+    if config.optimizer == "muon" and (name not in WHOLE or config.tp > 1):
+        got = f"tp={config.tp}" if config.tp > 1 else f"--strategy {name}"
+        raise CourseError(
+            "--optimizer muon: need ranks that hold whole matrices, as a step is a product of them "
+            f"with themselves; got {got}. Try --strategy ddp, with dp and pp."
         )
     if config.pp > 1:
         _check_sharded_stages(config)
@@ -127,9 +168,10 @@ def check_fits(config: Any) -> None:
         raise CourseError(_need("--no-reshard", "fsdp or torch-fsdp", name))
     if config.compute_dtype and name != "fsdp":
         raise CourseError(_need("--compute-dtype", "fsdp", name))
-    if config.momentum and (config.optimizer != "sgd" or config.momentum >= 1):
+    if config.momentum and (config.optimizer == "adamw" or config.momentum >= 1):
         raise CourseError(
-            f"--momentum: need --optimizer sgd and a number below 1; got {config.optimizer} and "
+            f"--momentum: need --optimizer sgd or muon, and a number below 1; got "
+            f"{config.optimizer} and "
             f"{config.momentum}. Try --optimizer sgd --momentum 0.9."
         )
     if config.async_save and config.checkpoint_format != "course":

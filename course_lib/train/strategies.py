@@ -1,6 +1,7 @@
 """Training strategies: a function each, which wraps the model and says how a backward pass ends.
 
-The group holds the ranks whose gradients are averaged: those with the same part of the model.
+The group holds the ranks whose gradients are averaged: those with the same part of the model, of dp
+and cp together. How attention sees the other tokens over cp is `over_tokens`.
 A new strategy is one more function and one more line in `STRATEGIES`. Every one of them must give
 the losses and the weights of `single` on the whole batch: tests/train/test_train.py proves it for
 copies of the model, tests/train/test_sharded.py for shards and frameworks.
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 from course_lib.core.units import MIB
-from course_lib.train.config import TrainConfig
+from course_lib.train.config import CP_FORMS, TrainConfig
 
 if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
     import torch.distributed as dist
@@ -294,6 +295,15 @@ def _framework(
         backward=lambda loss: engine.backward(loss * count),
         no_sync=no_sync,
     )
+
+
+def over_tokens(model: "GPT", group: "dist.ProcessGroup", config: TrainConfig) -> None:
+    """Let attention see the tokens of all ranks of cp. Notebook 15_context_parallel."""
+    from course_lib import context_parallel as cp
+
+    forms = (cp.ring_attention, cp.ulysses_attention, cp.all_gather_attention)
+    form = dict(zip(CP_FORMS, forms, strict=True))[str(config.cp_form)]
+    cp.parallelize_context(model, group, form, str(config.cp_layout), config.seq)
 
 
 Strategy = Callable[["nn.Module", TrainConfig, "dist.ProcessGroup"], Wrapped]

@@ -3,14 +3,15 @@
     ranks.run(train, TrainConfig(model=find_model("tiny"), strategy="ddp"))
 
 Every copy of the model reads its part of the same stream of batches; all ranks with a part of the
-copy read the same data. A loss is weighted by its share of the whole batch times the number of
-copies, since `finish()` averages over them: so uneven shares and any number of micro-batches give
-the step of one rank with the whole batch.
+copy read the same data, and those of cp some tokens of each sequence. A loss is weighted by its
+share of the whole batch times the number of ranks over which `finish()` averages: so uneven shares
+and any number of micro-batches give the step of one rank with the whole batch.
 """
 
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,7 +45,7 @@ from course_lib.train.profiler import StepProfiler
 from course_lib.train.progress import Progress, ProgressBar
 from course_lib.train.rules import check_profiled_steps, profiled_steps
 from course_lib.train.run_folder import check_files
-from course_lib.train.strategies import STRATEGIES
+from course_lib.train.strategies import STRATEGIES, over_tokens
 
 
 def train(rank: int, config: TrainConfig) -> RunRecord:
@@ -67,7 +68,8 @@ class Trainer:
         self.rank, self.device, world_size = rank, rank_device(), dist.get_world_size()
         config.check_ranks(world_size)
         loss_stage = 0 if config.schedule in V_SCHEDULES else config.pp - 1
-        self.mesh = TrainMesh(config.parallelism(world_size), loss_stage)
+        layout = config.cp_layout or "contiguous"
+        self.mesh = TrainMesh(config.parallelism(world_size), loss_stage, layout)
         self.dp = self.mesh.size("dp")
         self.data, self._held_out = from_first(lambda: open_data(config), None)
         per_epoch = steps_of_an_epoch(self.data, config)
@@ -76,11 +78,12 @@ class Trainer:
         self.config, self.spec = config, self._spec(config)
         run = config.plain(self.spec, self.data.identity, self.dp) | {"steps_an_epoch": per_epoch}
         self.record = RunRecord(rank, world_size, run)
-        self.metrics = Metrics(self.record, self.dp, config.lr)
+        self.metrics = Metrics(self.record, self.mesh.num_copies, config.lr)
         self.part = apply_methods(
             self._whole_model(),
             self.mesh,
             lambda module, group: STRATEGIES[config.strategy](module, config, group),
+            over_cp=partial(over_tokens, config=config),
             splits=config.strategy != "megatron",
             sequence_parallel=config.sequence_parallel,
             placement=placement_of(config),
@@ -173,7 +176,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.progress.step_done(config.global_batch * config.seq)
-        num_tokens = len(self._part(batch[0])) * config.seq * self.mesh.reports
+        num_tokens = self.mesh.part_of(batch[0]).numel() * self.mesh.reports
         times = {"start_s": start_s - self._zero_s, "end_s": time.perf_counter() - self._zero_s}
         more = times if norm is None else times | {"grad_norm": norm}
         self.metrics.step_done(found, step=n, num_tokens=num_tokens, **more)
@@ -181,9 +184,10 @@ class Trainer:
     def _gradients(self, batch: Batch) -> Tensor:
         """Compute the whole batch's gradient; return its three sums (`Passes`)."""
         count = self.config.num_micro_batches(self.dp)
-        part = tuple(self._part(tensor).to(self.device) for tensor in batch)
+        part = tuple(self.mesh.part_of(tensor).to(self.device) for tensor in batch)
         micro_batches = split_micro_batches(part, count)
-        shares = [by_tokens(asked, batch[1]) * self.dp for _, asked in micro_batches]
+        copies = self.mesh.num_copies
+        shares = [by_tokens(asked, batch[1]) * copies for _, asked in micro_batches]
         found = self._pass(micro_batches, shares)
         if self.progress.step + 1 == self.config.steps:
             self.metrics.note_memory(self.adapter.state_bytes())
@@ -194,10 +198,6 @@ class Trainer:
     def _draws(self) -> int:
         """Return this rank's stream of dropout masks: the ranks of a tp group draw alike."""
         return self.rank // self.config.tp
-
-    def _part(self, whole: Tensor) -> Tensor:
-        """Return this copy's part of a batch."""
-        return whole.tensor_split(self.dp)[self.mesh.index("dp")]
 
     @property
     def is_done(self) -> bool:

@@ -20,8 +20,9 @@ from course_lib.core.presets import MODELS
 from course_lib.core.specs import Rope
 from course_lib.models import GPT, token_batch
 from course_lib.train.checkpoint import check_identity
-from tests.models.test_beside_transformers import CASES, theirs
+from tests.models.test_beside_transformers import CASES, EXPERTS, theirs
 
+CASES = {**CASES, **EXPERTS}
 SAME_NAMES = [case for case in CASES if not case.startswith("phi3")]  # joined matrices: a mistral
 
 
@@ -104,9 +105,9 @@ def test_files_that_do_not_fit_are_one_sentence(tmp_path):
     with pytest.raises(CourseError, match="need a safetensors file; got a folder, a pipe"):
         load_hugging_face(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    config["model_type"] = "olmo2"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CourseError, match="need experts None, as GPT builds no other"):
+    with pytest.raises(CourseError, match="need qk_norm 'head' or 'none', as GPT builds no other"):
         load_hugging_face(tmp_path)
 
 

@@ -234,4 +234,4 @@ def test_extras_are_what_is_on(tmp_path):
         "embedding_multiplier",
     }
     assert "attn_temperature_tuning" in read_config(write(tmp_path, small("llama4_text"))).extras
-    assert "norm_topk_prob" in read_config(write(tmp_path, small("qwen3_moe"))).extras
+    assert not read_config(write(tmp_path, small("qwen3_moe"))).experts.normalized

@@ -43,6 +43,15 @@ CASES = {
     "gpt_neox, in turn": ("GPTNeoX", {**NEOX, "use_parallel_residual": False, "rotary_pct": 0.5}),
 }
 
+EXPERTS = {  # in memory, transformers has all experts of a layer in one tensor: compared from files
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**SIZES, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+}
+
 
 def theirs(kind, settings):
     """A model of transformers whose norms and biases are not those of the start, either."""

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from course_lib.core import CourseError, ShapeError
-from course_lib.core.specs import Experts, LatentAttention, ModelSpec, Rope
+from course_lib.core.specs import LatentAttention, ModelSpec, Rope
 from course_lib.models import BERT, GPT, IGNORED, next_tokens, padded_batch, token_batch, token_loss
 from course_lib.models.gpt import Attention, Block, Dropout, Rotary
 
@@ -203,7 +203,6 @@ def test_it_is_built_without_memory_on_the_meta_device(spec):
 
 
 NOT_BUILT = {
-    "experts": Experts(count=4, active=2, ffn_hidden=8),
     "latent": LatentAttention(q_rank=None, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4),
     "attention_softcap": 50.0,
     "logit_softcap": 30.0,

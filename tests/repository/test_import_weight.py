@@ -3,8 +3,11 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 COMMAND = "import course_lib.cli\ntry: course_lib.cli.main({!r})\nexcept SystemExit: pass\n"
 SEARCH = "plan --model llama-8b --cluster hf-h100 --top 1"
@@ -13,7 +16,10 @@ IN_HELP = (*HEAVY, "rich.progress", "psutil", "importlib.metadata")  # what help
 COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy")
 LATER = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 ENGINES = ("deepspeed", "accelerate", "transformers", "lightning_fabric", "megatron", "matplotlib")
-ON_DEMAND = ("context_parallel", "ddp", "fsdp", "mesh", "pipeline", "tensor_parallel", "zero")
+ON_DEMAND = (
+    *("checkpoint", "collectives", "context_parallel", "data_parallel", "ddp", "fsdp", "mesh"),
+    *("pipeline", "recompute", "tensor_parallel", "zero"),
+)
 RANK = """
 import os, sys
 from course_lib.train import __main__ as command_line, launcher
@@ -56,6 +62,18 @@ def test_nothing_is_imported_that_is_not_used(code, without):
     found = imported_by(code)
     assert "course_lib.core" in found
     assert found.isdisjoint(without)
+
+
+def test_formulas_need_nothing_but_python():
+    """A page runs them where neither PyTorch nor NumPy can be installed."""
+    files = [path.relative_to(ROOT) for path in ROOT.glob("course_lib/**/*.py")]
+    names = [".".join(path.with_suffix("").parts) for path in files if path.name == "cost.py"]
+    names += ["course_lib.pipeline.bound", "course_lib.planner.notes", "course_lib.cost"]
+    code = f"import course_lib.pipeline, course_lib.planner, {', '.join(names)}"
+    bare = [sys.executable, "-S", "-c", code]  # -S: no installed package
+    done = subprocess.run(bare, capture_output=True, text=True, cwd=ROOT)
+    assert len(names) > 10
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_stays_small():

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (  # a package imports only from what stands before it
     *("core", "cost", "models", "ranks", "frameworks", "collectives", "display"),
     *("memory", "speed", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
-    *("pipeline", "zero", "fsdp", "mesh", "checkpoint", "context_parallel"),
+    *("pipeline", "zero", "fsdp", "context_parallel", "expert_parallel", "mesh", "checkpoint"),
     *("train", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )
 WINGS = {"course_lib": LAYERS, "course_tools": (*LAYERS, "authoring", "grading", "commands")}

@@ -489,5 +489,5 @@ def test_in_bfloat16_every_strategy_trains_alike(pools):
 
 def test_a_run_of_a_model_that_is_not_trained_is_refused():
     """Counted as a dense one, its messages and its memory would be wrong."""
-    with pytest.raises(CourseError, match="StudyRun: need experts None, as GPT builds no other"):
+    with pytest.raises(CourseError, match="StudyRun, spec: need a dense model"):
         replace(TINY, spec=find_model("mixtral-8x7b"))

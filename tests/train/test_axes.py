@@ -23,6 +23,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 # an odd vocabulary is filled up over tp = 2 and in shards; 7 sequences make uneven shares
 SPEC = ModelSpec(hidden=8, num_layers=4, num_heads=2, ffn_hidden=16, vocab=21, max_seq=8)
 UNTIED = replace(SPEC, tied=False, positions="rope", norm="rms", gated=True, bias=False)
+WIDE = replace(SPEC, hidden=16, num_heads=4)  # a rank of tp = 2 has heads for cp = 2
 SHARED = replace(UNTIED, num_kv_heads=1, qk_norm="head")  # both ranks of tp = 2 have its keys
 EXACT = TrainConfig(model=SPEC, steps=3, global_batch=7, seq=8, dtype="float64", every=0, lr=0.01)
 # the sums over tokens, shards and micro-batches run in another order; float64 rounds at 1e-16
@@ -32,7 +33,11 @@ PARTS = {"global_batch": 8, "micro_batch": 1}
 SP = {"sequence_parallel": True}
 KEPT = {"reshard": False}
 
-# strategy, dp, tp, pp, options: on dp * tp * pp ranks
+RING = {"cp": 2, "seq": 7}  # a length that cp does not divide
+HEADS = {"cp": 2, "cp_form": "ulysses", "cp_layout": "contiguous"}
+GATHER = {"cp": 2, "cp_form": "all_gather", "cp_layout": "striped", "seq": 7}
+
+# strategy, dp, tp, pp, options, maybe with cp: on dp * tp * pp * cp ranks
 TABLE = [
     ("ddp", 2, 2, 1, CLIP | SP),
     ("ddp", 2, 1, 2, CLIP),
@@ -65,8 +70,19 @@ TABLE = [
     ("fsdp", 1, 2, 2, CLIP | SP | {"schedule": "gpipe"}),
     ("fsdp", 4, 1, 1, CLIP),
     ("zero2", 4, 1, 1, CLIP),
+    ("fsdp", 1, 2, 1, CLIP | RING | {"model": SHARED}),
+    ("ddp", 2, 1, 1, CLIP | HEADS),
+    ("zero1", 1, 1, 2, CLIP | RING | {"schedule": "zb-h1"}),
+    ("fsdp", 1, 1, 2, CLIP | GATHER),
+    ("zero3", 2, 1, 1, CLIP | RING | {"model": UNTIED}),
+    ("zero2", 1, 2, 1, CLIP | SP | HEADS | {"model": WIDE}),
+    ("torch-fsdp", 2, 1, 1, CLIP | RING),
+    ("naive-dp", 1, 1, 1, CLIP | {"cp": 4, "cp_layout": "striped"}),
 ]
 EIGHT = [
+    ("fsdp", 2, 1, 2, CLIP | RING),
+    ("ddp", 2, 2, 1, CLIP | SP | {"cp": 2, "model": SHARED}),
+    ("zero2", 1, 2, 2, CLIP | GATHER | {"model": UNTIED}),
     ("ddp", 2, 2, 2, CLIP | SP),
     ("zero1", 2, 2, 2, CLIP | SP),
     ("zero2", 2, 2, 2, CLIP | SP),
@@ -84,7 +100,7 @@ def config_of(row):
 
 
 def size_of(row):
-    return row[1] * row[2] * row[3]
+    return row[1] * row[2] * row[3] * row[4].get("cp", 1)
 
 
 def trained(rank, configs):
@@ -98,7 +114,7 @@ def trained(rank, configs):
 
 def assert_that_of_one_process(rows, pools, by_hand):
     hand = cache(lambda *sizes: by_hand(replace(EXACT, **dict(sizes))))
-    names = ("model", "optimizer", "global_batch", "clip_norm", "lr")
+    names = ("model", "optimizer", "global_batch", "clip_norm", "lr", "seq")
     for p in {size_of(row) for row in rows}:
         own = [row for row in rows if size_of(row) == p]
         configs = [config_of(row) for row in own]

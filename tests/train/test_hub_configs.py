@@ -92,12 +92,11 @@ def test_a_run_of_today_goes_on_elsewhere(asked, pools, by_hand, tmp_path):
 
 
 def test_what_is_not_built_is_one_sentence(asked, capsys, monkeypatch):
-    monkeypatch.setitem(CONFIGS, "mixtral", {**SIZES, "num_local_experts": 4})
-    CONFIGS["mixtral"]["num_experts_per_tok"] = 2
+    monkeypatch.setitem(CONFIGS, "olmo2", SIZES)
     with pytest.raises(AssertionError):
-        asked("mixtral", "")
+        asked("olmo2", "")
     said = capsys.readouterr().err
-    assert "--model: need experts None, as GPT builds no other; model mixtral has Experts(" in said
+    assert "--model: need qk_norm 'head' or 'none', as GPT builds no other; model olmo2" in said
     assert "course memory counts this one" in said
     assert len(said.splitlines()) == 1
 

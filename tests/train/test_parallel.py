@@ -244,7 +244,7 @@ def test_a_split_that_cannot_be_is_refused_before_anything_starts(changes, says)
 
 
 CANNOT_SPLIT = [
-    ({"tp": 2, "pp": 2}, r"divisible by tp \* pp; got 2 and 2 \* 2. Try --ranks 4"),
+    ({"tp": 2, "pp": 2}, r"divisible by tp \* pp \* cp; got 2 and 2 \* 2 \* 1. Try --ranks 4"),
     ({"pp": 2, "strategy": "ddp", "micro_batch": 2}, r"got 7 and 2 \* 1. Try --global-batch 8"),
     (
         {"pp": 2, "schedule": "interleaved", "micro_batch": 1},
@@ -254,7 +254,7 @@ CANNOT_SPLIT = [
         {"pp": 2, "schedule": "dualpipe-v", "micro_batch": 7},
         r"--schedule dualpipe-v: need .* >= 2 \* num_stages; got 1 and 2. Try 4",
     ),
-    ({}, "--strategy single: need one copy of the model, dp = 1; got 2 ranks, dp = 2"),
+    ({}, r"--strategy single: need one copy of the model, dp \* cp = 1; got 2 ranks, dp = 2"),
 ]
 
 

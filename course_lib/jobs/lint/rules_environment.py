@@ -11,6 +11,7 @@ from course_lib.jobs.lint.shell import Command, Word
 
 NOUNSET = re.compile(r"-[a-tv-z]*u[a-z]*$|nounset$")
 BOUND_AGAIN = re.compile(r"\+[a-z]*u[a-z]*$")
+ACTIVATES = ("conda activate", "mamba activate", "micromamba activate", "source activate")
 OWN_POINT = re.compile(
     r"(?P<name>MASTER_PORT|(?:master|main_process)[-_]port|rdzv[-_](?:id|endpoint))"
     r"[= ][^;&|\n]{0,60}?(?P<draw>\$?\bRANDOM\b|\$\$|\bshuf\b)"
@@ -19,6 +20,7 @@ FIXED_PORT = re.compile(
     r"(?:MASTER_PORT=|(?:master|main_process)[-_]port[= ]|rdzv[-_]endpoint[= ]\S*:)(?P<port>\d+)$"
 )
 LOCAL_RANK = re.compile(r"LOCAL_RANK=[\"']?\$\{?SLURM_LOCALID\b")
+TASK_NUMBER = re.compile(r"\$\{?SLURM_(PROCID|LOCALID)\b")
 ALWAYS_THERE = PEOPLE_KNOW | {"LD_LIBRARY_PATH", "PYTHONPATH"}  # and exported
 EXPORTS = re.compile(r"(?:export|(?:declare|typeset) -\w*x\w*)\b")
 
@@ -32,7 +34,7 @@ def unbound_in_conda(script: Script) -> Iterator[LintFinding]:
             is_strict = any(map(NOUNSET.match, words[1:])) or (
                 is_strict and not any(map(BOUND_AGAIN.match, words[1:]))
             )
-        elif is_strict and words[:2] in (["conda", "activate"], ["mamba", "activate"]):
+        elif is_strict and " ".join(words[:2]) in ACTIVATES:
             yield LintFinding(
                 command.line,
                 "unbound",
@@ -59,9 +61,9 @@ def devices_by_hand(script: Script) -> Iterator[LintFinding]:
 
 
 def export_none(script: Script) -> Iterator[LintFinding]:
-    """Find `--export=NONE`, which srun inherits."""
+    """Find an `--export` without ALL, which srun inherits."""
     one = script.option("export")
-    if not one or one.value.upper() not in ("NONE", "NIL") or "SLURM_EXPORT_ENV" in script.text:
+    if not one or "ALL" in one.value.upper().split(",") or "SLURM_EXPORT_ENV" in script.text:
         return
     if any("export" not in script.srun_options(command) for command in script.sruns):
         yield LintFinding(
@@ -140,11 +142,12 @@ def _shell_texts(command: Command) -> Iterator[Word]:
 
 
 def own_meeting_point(script: Script) -> Iterator[LintFinding]:
-    """Find a port or an id that each task draws for itself."""
-    for command in script.sruns:
-        for word in _shell_texts(command):
+    """Find a port or an id that each task draws for itself, in what srun runs or will run."""
+    is_task = not (script.directives or script.sruns) and TASK_NUMBER.search(script.text)
+    for command in script.commands if is_task else script.sruns:
+        for word in command.words if is_task else _shell_texts(command):
             found = OWN_POINT.search(word.text)
-            if found and found["draw"] not in word.live:
+            if found and (is_task or found["draw"] not in word.live):
                 yield LintFinding(
                     place(word, found),
                     "own-port",
@@ -169,7 +172,7 @@ def port_of_an_array(script: Script) -> Iterator[LintFinding]:
                     f"port {found['port']} in every task of the array",
                     "two tasks on one node want the same port: the second one fails, or its ranks "
                     "join the first",
-                    "Write $((20000 + SLURM_JOB_ID % 20000)); on one node, torchrun --standalone.",
+                    "Write $((20000 + SLURM_JOB_ID % 12000)); on one node, torchrun --standalone.",
                 )
                 return
 

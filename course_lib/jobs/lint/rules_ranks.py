@@ -95,19 +95,20 @@ def alone_on_each_node(script: Script) -> Iterator[LintFinding]:
 
 
 def no_backend(script: Script) -> Iterator[LintFinding]:
-    """Find `--rdzv-endpoint` without `--rdzv-backend`."""
+    """Find torchruns without `--rdzv-backend` that are all node 0."""
     for command in script.running(TORCHRUN):
         text = script.spelt_out(command.text)
-        is_told = re.search(r"rdzv[-_]backend|node[-_]rank|\[[@*]\]|--nnodes[= ]1\b", text)
+        is_told = re.search(r"rdzv[-_]backend|node[-_]rank[= ]\D|\[[@*]\]|--nnodes[= ]1\b", text)
         is_lone = "--standalone" in text or "PET_" in script.text
-        endpoint = re.search(r"--rdzv[-_]endpoint", text)
+        endpoint = re.search(r"--node[-_]rank[= ]\d+|--(rdzv[-_]endpoint|master[-_]addr)", text)
         if _is_on_all_nodes(script, command) and endpoint and not is_told and not is_lone:
             yield LintFinding(
                 command.line,
                 "no-backend",
                 f"{endpoint[0]} without --rdzv-backend",
-                "torchrun's default is static, and each node takes itself for the first",
-                "Write --rdzv-backend=c10d.",
+                "torchrun's default is static, where --node-rank numbers the nodes, 0 by default: "
+                "each one takes itself for the first, and waits for the others",
+                "Write --rdzv-backend=c10d and --rdzv-endpoint=HOST:PORT.",
             )
 
 

@@ -1,0 +1,1 @@
+"""Expert parallelism: the experts of a layer divided over ranks (notebook 16_experts)."""
