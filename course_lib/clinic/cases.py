@@ -14,7 +14,7 @@ from typing import Any
 
 from course_lib.clinic import faults
 
-STEPS = 50
+USUAL = {"steps": 50, "seq": 16, "global_batch": 4, "lr": 1e-4, "dtype": "float64", "every": 0}
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class Case:
     faulty     what stands there instead
     source     where the fault was found in public
     ranks      that train it
-    settings   of the `TrainConfig`, besides the model
+    settings   of the `TrainConfig`, besides the model and what is `USUAL`
     model      fields of the `ModelSpec` that differ from `tiny`
+    circumstances  functions that are replaced in right runs, too
     """
 
     symptoms: str
@@ -62,7 +63,6 @@ def replaced(place: str, function: Callable[..., Any]) -> Iterator[None]:
 
 
 TRAINER = "course_lib.train.trainer"
-DDP4 = {"strategy": "ddp", "global_batch": 16, "micro_batch": 2}
 
 CASES = {
     "unequal micro-batches": Case(
@@ -72,7 +72,7 @@ CASES = {
         faults.share,
         "transformers #34191",
         2,
-        {"strategy": "ddp", "micro_batch": 2, "global_batch": 8},
+        {"strategy": "ddp", "micro_batch": 1},
         circumstances={"course_lib.train.data:NextTokens.batch": faults.padded_batch},
     ),
     "one loader for all": Case(
@@ -107,7 +107,7 @@ CASES = {
         faults.finish_gradients,
         "Megatron-LM #1446, gpt-neox #1259",
         2,
-        {"strategy": "ddp", "tp": 2, "sequence_parallel": True},
+        {"strategy": "ddp", "tp": 2, "sequence_parallel": True, "optimizer": "sgd", "lr": 0.02},
     ),
     "norm of norms": Case(
         "With tensor parallelism the gradient norm in the log is larger than it was, and clipping "
@@ -133,7 +133,7 @@ CASES = {
         faults.one_by_one,
         "FunASR #3472",
         2,
-        {"strategy": "torch-ddp", "micro_batch": 2},
+        {"strategy": "torch-ddp", "micro_batch": 1},
     ),
     "sharded too soon": Case(
         "ZeRO-2 was added to a pipeline.",

@@ -129,7 +129,9 @@ def positions_of(self: Any, length: int) -> list[int]:
     return list(range(length))
 
 
-def padded_batch(self: Any, n: int, *, batch: int, seq: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def padded_batch(
+    self: Any, n: int, *, batch: int, seq: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return inputs and targets of documents of unequal lengths: the rest is padding."""
     tokens = self.source.batch(n, batch=batch, seq=seq, seed=seed)
     inputs, targets = next_tokens(tokens)
