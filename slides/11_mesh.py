@@ -6,7 +6,7 @@ from course_lib.core import MODELS
 from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.mesh import Mesh
 from course_lib.mesh.cost import MeshStep, all_orders, axis_seconds, axis_sent_bytes
-from course_lib.mesh.explorer import CLUSTER
+from course_lib.mesh.live import CLUSTER
 from course_lib.mesh.pictures import axis_dots, best_by_tensor_degree, groups_across_nodes
 
 STEP = MeshStep(

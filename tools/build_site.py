@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 import site_api
 import site_lessons
+import site_live
 import site_map
 import site_repository
 import site_tables
@@ -99,9 +100,12 @@ def write_sources(source: Path, stems: list[str], audience: str, slides: Path) -
     packages = site_api.write_pages(ROOT, source / "api", stems)
     decks_of = {stem: copy_slides(stem, slides, extra / "slides") for stem in stems}
     (source / "slides.md").write_text(slides_page(decks_of), encoding="utf-8")
+    parts = site_live.write_live(ROOT, source, stems)
     for stem, decks in decks_of.items():
         others = [*site_lessons.slide_links(decks), *site_repository.run_links(stem, named)]
-        site_lessons.write_lesson(ROOT, stem, audience, source, others, packages)
+        live = {n: site_live.html_of(n, "../") for n, one in parts.items() if one.lesson == stem}
+        others += [(f"Play: {site_live.title_of(name)}", f"../play/{name}.html") for name in live]
+        site_lessons.write_lesson(ROOT, stem, audience, source, others, packages, live)
     for stem in set(lessons_named([])) - set(stems):
         site_lessons.write_placeholder(stem, source)
     site_tables.write_pages(ROOT / "course_lib/cost/published", source)
@@ -174,6 +178,7 @@ def front_page(source: Path) -> str:
     guides["More"] = sorted(shown.difference(*GUIDES.values()))
     contents = {
         "Lessons": [f"notebooks/{stem}" for stem in lessons_named([])],
+        "Play": ["play/index"],
         "Reference": ["docs/glossary", "slides", "api/index", "published/index"],
         **{title: [f"docs/{name}" for name in names] for title, names in guides.items() if names},
     }

@@ -10,6 +10,7 @@ import html
 import json
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ NOTE = (
 )
 
 
+LIVE = (
+    '\n\n<p class="lesson-note">Move the sliders here: this page computes the picture as the '
+    "notebook does.</p>"
+)
 SLIDERS = (
     '\n\n<p class="lesson-note">The sliders are in the notebook; this page shows the picture as it '
     "was in one run.</p>"
@@ -41,10 +46,12 @@ def write_lesson(
     source: Path,
     others: list[tuple[str, str]],
     packages: list[str],
+    live: dict[str, str],
 ) -> None:
     """Write the page of a lesson, its pictures and the files that it links to.
 
-    `others` are links, as names and addresses, besides those to its notebook and its package.
+    `others` are links, as names and addresses, besides those to its notebook and its package;
+    `live` is what stands in the page for a call, by the name of the function that shows sliders.
     """
     student = root / "notebooks" / f"{stem}.ipynb"
     solved = root / "notebooks/solved" / f"{stem}.ipynb"
@@ -52,7 +59,9 @@ def write_lesson(
     if len(notebook["cells"]) != len(stubs["cells"]):
         raise LessonError(f"{stem} and its solved version differ in cells. Try `make notebooks`.")
     pairs = zip(notebook["cells"], stubs["cells"], strict=True)
-    cells = [new for pair in pairs for new in page_cells(*pair, audience)]
+    cells = [new for pair in pairs for new in page_cells(*pair, audience, [*live])]
+    for cell in cells:
+        put_live_parts(cell, live)
     pictures = source / "extra" / "pictures" / stem
     for cell in cells:
         for output in cell.get("outputs", []):
@@ -78,7 +87,15 @@ def write_placeholder(stem: str, source: Path) -> None:
     (source / "notebooks" / f"{stem}.ipynb").write_text(json.dumps(page), encoding="utf-8")
 
 
-def page_cells(solved: Cell, stub: Cell, audience: str) -> list[Cell]:
+def put_live_parts(cell: Cell, live: dict[str, str]) -> None:
+    """Put a live part in the place of the picture of a cell that shows sliders."""
+    for name, part in live.items():
+        if cell["cell_type"] == "code" and f"{name}(" in text_of(cell["source"]):
+            shown = {"output_type": "display_data", "metadata": {}, "data": {"text/html": part}}
+            cell["outputs"] = [one for one in cell["outputs"] if "data" not in one] + [shown]
+
+
+def page_cells(solved: Cell, stub: Cell, audience: str, live: Sequence[str] = ()) -> list[Cell]:
     """The cells of the page for one cell of a lesson: the learner's, or also its solution."""
     tags = solved["metadata"].get("tags", [])
     if "exercise" in tags and audience == "instructors":
@@ -95,7 +112,7 @@ def page_cells(solved: Cell, stub: Cell, audience: str) -> list[Cell]:
         return [solved | {"outputs": [*map(of_a_right_answer, solved["outputs"])]}]
     if solved["cell_type"] == "markdown":
         parts = text_of(solved["source"]).split("\n\n")
-        told = [part + SLIDERS * ("slider" in part) for part in parts]
+        told = [part + (LIVE if live else SLIDERS) * ("slider" in part) for part in parts]
         return [solved | {"source": "\n\n".join(told)}]
     if "predict" in tags and audience == "learners":
         return [stub | {"outputs": [one for one in solved["outputs"] if not is_commit(one)]}]

@@ -1,6 +1,7 @@
 """All ranks do the same: one's error is everyone's, and rank 0's answer is everyone's answer.
 
-Without a process group there is one rank, and the same lines run. Notebook 14_checkpoint.
+Without a process group, or in a dry world, there is one rank, and the same lines run. Notebook
+14_checkpoint.
 """
 
 from collections.abc import Callable
@@ -10,18 +11,24 @@ import torch.distributed as dist
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
+from course_lib.ranks.world import is_dry
 
 T = TypeVar("T")
 
 
+def has_others() -> bool:
+    """Return whether there are other ranks to agree with."""
+    return dist.is_initialized() and not is_dry()
+
+
 def rank_in(group: Group) -> int:
     """Return this process's rank in the group; 0 without one."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    return dist.get_rank(group) if has_others() else 0
 
 
 def size_of(group: Group) -> int:
     """Return the number of ranks in the group; 1 without one."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    return dist.get_world_size(group) if has_others() else 1
 
 
 def from_all(make: Callable[[], T], group: Group) -> list[T]:
@@ -32,7 +39,7 @@ def from_all(make: Callable[[], T], group: Group) -> list[T]:
     """
     mine, broken = _attempt(make, group)
     answers: list[Any] = [mine]
-    if dist.is_initialized():
+    if has_others():
         answers = [None] * size_of(group)
         dist.all_gather_object(answers, mine, group=group)
     return _all_well(answers, broken)
@@ -46,7 +53,7 @@ def from_first(make: Callable[[], T], group: Group) -> T:
     """
     mine, broken = _attempt(make, group) if rank_in(group) == 0 else (None, None)
     answers: list[Any] = [mine]
-    if dist.is_initialized():
+    if has_others():
         dist.broadcast_object_list(answers, group=group, group_src=0)
     return _all_well(answers, broken)[0]
 

@@ -13,34 +13,27 @@ import ipywidgets
 from matplotlib.figure import Figure
 
 from course_lib.checkpoint import lab
-from course_lib.checkpoint.cost import DAY_S, mtbf_of
+from course_lib.checkpoint.cost import mtbf_of
 from course_lib.checkpoint.folder import latest
+from course_lib.checkpoint.live import INTERVAL, YEAR_S
 from course_lib.checkpoint.pictures import overhead_curve
 from course_lib.display.explore import Explore, explore
 from course_lib.display.show import has_widgets, widget_data
 from course_lib.ranks import RankError, Ranks
 
 POLL_S = 0.2
-YEAR_S = 365 * DAY_S
 
 
 def interval_explorer() -> Explore:
     """Return the overhead over the interval, with sliders for cluster, failures, save, restart."""
-    return explore(
-        lambda **values: _curve(**values)[0],
-        lambda **values: _curve(**values)[1],
-        gpus=([8, 64, 512, 4096, 16384, 131072], 16384),
-        years_between_failures_of_a_gpu=([0.5, 1.0, 2.0, 5.8, 20.0], 5.8),
-        save_s=([1, 10, 30, 120, 600], 30),
-        restart_min=([1, 5, 10, 30], 10),
-    )
+    return explore(_curve, INTERVAL.finding, **INTERVAL.choices)
 
 
 def _curve(
     gpus: int, years_between_failures_of_a_gpu: float, save_s: float, restart_min: float
-) -> tuple[Figure, str]:
+) -> Figure:
     mtbf_s = mtbf_of(years_between_failures_of_a_gpu * YEAR_S, gpus)
-    return overhead_curve(save_s, mtbf_s, 60 * restart_min, f"{gpus:,} GPUs")
+    return overhead_curve(save_s, mtbf_s, 60 * restart_min, f"{gpus:,} GPUs")[0]
 
 
 class FailureLab:

@@ -19,6 +19,12 @@ from course_lib.checkpoint.cost import (
     extra_s,
     simulated_overhead,
 )
+from course_lib.checkpoint.live import (
+    MOST_ATTEMPT,
+    interval_note,
+    interval_words,
+    tried_intervals_s,
+)
 from course_lib.core.records import Event
 from course_lib.core.shards import Box
 from course_lib.core.units import format_bytes
@@ -29,7 +35,6 @@ from course_lib.display.timeline import timelines
 
 # Daly 2006, captions of figures 3 to 5: saves of 5 min, restarts of 10 min; MTBF, best interval
 DALY_SAVE_MIN, DALY = 5.0, ((15.0, 9.1), (360.0, 57.0), (1440.0, 117.0))
-_MOST_ATTEMPT = 6.0  # an interval with save and restart, in mean times between failures
 DALY_SOURCE = "Daly 2006, figures 3 to 5 (saves of 5 minutes, restarts of 10)"
 
 
@@ -120,10 +125,8 @@ def overhead_curve(
     Intervals in which hardly any attempt ends without a failure are left out: to simulate one would
     take exp(attempt / mtbf) draws. So there may be no simulated value at all, or fewer intervals.
     """
-    best_s = best_interval_daly(save_s, mtbf_s)
-    longest_s = _MOST_ATTEMPT * mtbf_s - save_s - restart_s
-    intervals_s = [best_s * 2**power for power in range(-4, 5)]
-    intervals_s = [one for one in intervals_s if one <= max(longest_s, best_s)]
+    longest_s = MOST_ATTEMPT * mtbf_s - save_s - restart_s
+    intervals_s = tried_intervals_s(save_s, mtbf_s, restart_s)
 
     def percent(interval_min: float) -> float:
         return 100 * expected_overhead(60 * interval_min, save_s, mtbf_s, restart_s)
@@ -134,8 +137,7 @@ def overhead_curve(
         else math.nan
         for one in intervals_s
     ]
-    title = f"{name}{', ' if name else ''}a failure every {_words(mtbf_s)}: save every "
-    title += f"{_words(best_s)}, overhead {percent(best_s / 60):.3g} %"
+    title = interval_words(save_s, mtbf_s, restart_s, name)
     figure = compare(
         [one / 60 for one in intervals_s],
         Voices(formula=percent, simulation=played),
@@ -143,9 +145,10 @@ def overhead_curve(
         x_label="work between two checkpoints (min)",
         y_label="overhead (%)",
         log_x=True,
-        note=f"a save {_words(save_s)}, a restart {_words(restart_s)}; Daly's formula",
+        note=interval_note(save_s, restart_s),
     )
-    times, most = intervals_s[-1] / best_s, percent(intervals_s[-1] / 60)
+    times = intervals_s[-1] / best_interval_daly(save_s, mtbf_s)
+    most = percent(intervals_s[-1] / 60)
     return figure, f"{title}; at {times:g} times the interval, {most:.3g} %"
 
 
@@ -175,11 +178,3 @@ def best_intervals() -> tuple[Figure, str]:
         source=DALY_SOURCE,
     )
     return figure, f"{title}; the published values lie on Daly's line"
-
-
-def _words(seconds: float) -> str:
-    """Format a long time: `3.1 h`, `13 min`, `30 s`."""
-    for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"

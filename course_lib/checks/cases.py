@@ -32,6 +32,7 @@ from course_lib.checks.exercise import (
 )
 from course_lib.checks.limits import little_memory
 from course_lib.checks.on_ranks import Run
+from course_lib.checks.parts import VALUE
 from course_lib.core import CourseError
 
 MOST_LINES = 1_000_000
@@ -159,6 +160,12 @@ class Cases:
     def judge(self, observed: Iterable[Any], exercise: Exercise) -> str:
         """Compare with the right values; raise CheckFailed for the first case that differs."""
         return self.compare(list(observed), exercise.right_values(), exercise.wrong_values())
+
+    def shares(self, observed: Sequence[Any], right: Sequence[Any]) -> dict[str, float]:
+        """Return the share of the cases in which the value is right."""
+        is_whole = len(observed) == len(right)
+        equal = list(map(self._equal, observed, right)) if is_whole else [False]
+        return {VALUE: sum(equal) / len(equal)}
 
     def compare(
         self, got: list[Any], need: list[Any], wrong: Iterable[tuple[Cause, list[Any]]]

@@ -29,6 +29,7 @@ from course_lib.checks.on_ranks import (
     run_on,
     told,
 )
+from course_lib.checks.parts import EDGES, TRAFFIC, part_of, whole_parts
 from course_lib.checks.properties import (
     CALLERS,
     DIGITS,
@@ -121,19 +122,41 @@ class ByExample:
         found = next(filter(None, differences), None)
         return [found.run, found.step, found.facet, found.by_rank] if found else []
 
+    def shares(self, observed: Sequence[Run], right: Sequence[Run]) -> dict[str, float]:
+        """Return 1.0 for each part that holds, else 0.0 (course_lib.checks.parts).
+
+        `edges` is all that is expected on other worlds than the first one.
+        """
+        found, shows_work = list[tuple[str, bool]](), False
+        for number, need in enumerate(right):
+            seen = observed[number] if number < len(observed) else Run(0, {})
+            is_whole = _shape(seen) == _shape(need)
+            differ = (
+                {one.facet for one in self._differences(number, seen, need)} if is_whole else ()
+            )
+            is_edge = need.world_size != right[0].world_size
+            for facet in self.facets:
+                part = EDGES if is_edge else part_of(facet)
+                found.append((part, is_whole and facet not in differ))
+                if part == TRAFFIC:
+                    shows_work |= any(isinstance(v, list) and v for v in _everywhere(need, facet))
+        return whole_parts(found, shows_work=shows_work)
+
     def _compare(self, number: int, seen: Run, need: Run) -> Difference | None:
         if need.trouble:
             raise CourseError(f"the check's own right answer fails: {need.trouble.text}")
         if seen.trouble:
             return _of_trouble(number, seen.trouble)
+        return next(self._differences(number, seen, need), None)
+
+    def _differences(self, number: int, seen: Run, need: Run) -> Iterator[Difference]:
         for step in need.by_rank[0]:
             for facet in self.facets:
                 gots, needs = (self._values(one, step, facet) for one in (seen, need))
                 words = list(map(self._unlike, gots, needs))
                 if any(words):
                     rank = next(rank for rank, each in enumerate(words) if each)
-                    return Difference(number, step, facet, gots, rank, words[rank])
-        return None
+                    yield Difference(number, step, facet, gots, rank, words[rank])
 
     def _values(self, run: Run, step: str, facet: str) -> list[Any]:
         """Return the values of a facet by rank; of those in `equal`, whether they are."""
@@ -173,6 +196,16 @@ class ByExample:
         told = found.words or (str(found.by_rank) if found.facet == "raised" else "")
         says = (one for pattern, one in SAYS if re.search(pattern, told))
         return cause or next(says, looks.get(found.facet))
+
+
+def _shape(run: Run) -> tuple[int, list[list[str]]]:
+    """Return which ranks and steps a run shows; none where it had trouble."""
+    return run.world_size, [list(rank) for rank in run.by_rank]
+
+
+def _everywhere(run: Run, facet: str) -> list[Any]:
+    """Return the values of a facet, of all ranks and steps."""
+    return [step.get(facet) for rank in run.by_rank for step in rank.values()]
 
 
 def _of_trouble(number: int, trouble: Trouble) -> Difference:

@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from course_lib.cli.checkpoint_commands import add_checkpoint_commands
+from course_lib.cli.debug_commands import add_debug_commands
 from course_lib.cli.machine_commands import add_machine_commands
 from course_lib.cli.plan_command import add_plan_command, list_models
 from course_lib.cli.trace_command import add_trace_command
@@ -35,6 +36,7 @@ STYLES = {"right": "green", "wrong": "red", "missing": "red", "twice": "red", "n
 GROUPS = {
     "The course": ("start", "check", "progress", "reset", "pack", "update", "doctor"),
     "Predictions and recorded runs": ("memory", "plan", "trace", "checkpoint"),
+    "A run that is wrong, slow or stuck": ("diff", "hang", "why"),
     "A cluster": (
         *("cluster", "lint-job", "submit", "status", "logs", "cancel", "collect"),
         *("study", "report"),
@@ -311,7 +313,7 @@ def _open(statuses: dict[str, str]) -> Text:
 
 for add in (
     *(add_commands, add_study_commands, add_checkpoint_commands),
-    *(add_plan_command, add_trace_command, add_machine_commands),
+    *(add_plan_command, add_trace_command, add_debug_commands, add_machine_commands),
 ):
     add(app)
 if importlib.util.find_spec("course_tools"):  # students' copies of the course are without it

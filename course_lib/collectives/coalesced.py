@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.collectives.group import Group
+from course_lib.collectives.group import Group, group_of
 from course_lib.cost.packing import fill_buckets
 
 STATE_BYTES = 250 * 2**20  # parameters and buffers are broadcast in pieces of this size
@@ -16,13 +16,16 @@ STATE_BYTES = 250 * 2**20  # parameters and buffers are broadcast in pieces of t
 
 @torch.no_grad()
 def broadcast_together(tensors: Iterable[Tensor], group: Group = None) -> None:
-    """Copy the tensors of the group's first rank to all ranks, in place, in few messages."""
+    """Copy the tensors of the group's first rank to all ranks, in place, in few messages.
+
+    Those with a group of their own (`average_over`) are those of its first rank.
+    """
     tensors = list(tensors)
-    root = dist.get_process_group_ranks(group)[0]
     for part in group_alike(tensors, STATE_BYTES):
         alike = [tensors[index] for index in part]
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])  # [sum of numels]
-        dist.broadcast(flat, root, group)
+        own = group_of(alike[0], group)
+        dist.broadcast(flat, dist.get_process_group_ranks(own)[0], own)
         for tensor, values in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
             overwrite(tensor, values.view(tensor.shape))
 
@@ -35,14 +38,14 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
 
 
 def group_alike(tensors: Sequence[Tensor], most_bytes: float = math.inf) -> list[list[int]]:
-    """Group tensors that can share a flat tensor: one dtype and device, up to `most_bytes`.
+    """Group tensors that can share a flat tensor: one dtype, device and group, up to `most_bytes`.
 
     Return the indices of each group's tensors. Nothing is split: a tensor larger than `most_bytes`
     has a group of its own.
     """
     kinds: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+        kinds.setdefault((tensor.dtype, tensor.device, group_of(tensor, None)), []).append(index)
     return [
         [indices[i] for i in part]
         for indices in kinds.values()

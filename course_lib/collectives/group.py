@@ -6,7 +6,7 @@ waits for either; if all ranks sent first and received later, they would deadloc
 04_collectives.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from course_lib.core import MeshError, ShapeError
 
 Group = dist.ProcessGroup | None
 OPS = ("sum", "mean", "max")
+# experts: fewer ranks hold a parameter than the rest of its model
+_OWN_GROUPS: MutableMapping[Tensor, tuple[Group, int]] = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,25 @@ class GroupMember:
     def irecv(self, tensor: Tensor, source: int, tag: int = 0) -> dist.Work:
         """Start to receive from rank `source` of the group; `.wait()` blocks until it is here."""
         return _started(dist.irecv(tensor, self.global_rank(source), self.group, tag))
+
+
+def average_over(param: Tensor, group: Group, sources: int) -> None:
+    """Note that a parameter's gradient is averaged over a group of its own, by every wrapper.
+
+    sources   ranks that share the parameters of that kind: the rest is averaged over so many times
+              the ranks of the group
+    """
+    _OWN_GROUPS[param] = group, sources
+
+
+def group_of(param: Tensor, group: Group) -> Group:
+    """Return the group over which a parameter is averaged: its own, if it has one, or this one."""
+    return _OWN_GROUPS.get(param, (group, 1))[0]
+
+
+def sources_of(param: Tensor) -> int | None:
+    """Return the `sources` of a parameter with a group of its own; None for one without."""
+    return _OWN_GROUPS[param][1] if param in _OWN_GROUPS else None
 
 
 def member_of(group: Group, where: str) -> GroupMember:

@@ -5,11 +5,12 @@ counted in pairs of a query and a key that it sees: FLOP are proportional to the
 needs PyTorch. Notebook 15_context_parallel.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from course_lib.context_parallel.layouts import positions
+from course_lib.context_parallel.layouts import lengths_of, positions
 from course_lib.core.errors import CourseError, ShapeError
 
 FORWARD_FLOP, BACKWARD_FLOP = 4, 10  # per pair and number of a head: 2 and 5 matrix products
@@ -121,17 +122,18 @@ FORMS: dict[str, FormBytes] = {
 }
 
 
-def lengths_of(seq: int, p: int, layout: str = "contiguous") -> list[int]:
-    """Return the number of tokens on each rank."""
-    return [len(positions(rank, p, seq, layout)) for rank in range(p)]
-
-
 # --- who computes how much
 
 
 def causal_pairs(p: int, seq: int, layout: str = "contiguous") -> list[int]:
     """Return for each rank the pairs of its queries and the keys they see: position + 1 each."""
     return [sum(at + 1 for at in positions(rank, p, seq, layout)) for rank in range(p)]
+
+
+def block_pairs(p: int, seq: int, layout: str = "contiguous") -> list[list[int]]:
+    """Return the pairs of each rank's queries with the keys of each source: [rank][source]."""
+    held = [positions(rank, p, seq, layout) for rank in range(p)]
+    return [[sum(bisect_right(keys, at) for at in queries) for keys in held] for queries in held]
 
 
 def imbalance(p: int, seq: int, layout: str = "contiguous") -> float:
@@ -184,6 +186,14 @@ def hides_from(
     flop = (BACKWARD_FLOP if backward else FORWARD_FLOP) / (2 if causal else 1)
     sent_bytes = 2 * (number_bytes + (max(SUM_BYTES, number_bytes) if backward else 0))
     return flop_per_s / bytes_per_s * kv_share * sent_bytes / flop
+
+
+def ring_exposed_s(hop_s: float, compute_s: float, p: int) -> float:
+    """Return the seconds of a ring's p - 1 hops that computing with p equal blocks does not hide.
+
+    While a block is on its way a rank computes with the one before; the last one hides nothing.
+    """
+    return (p - 1) * max(0.0, hop_s - compute_s / p)
 
 
 def kept_bytes(sizes: AttentionSizes, p: int, form: str) -> int:

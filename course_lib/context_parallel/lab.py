@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.context_parallel.all_gather import all_gather_attention
-from course_lib.context_parallel.cost import FORWARD_FLOP, AttentionSizes, PassBytes
+from course_lib.context_parallel.cost import FORWARD_FLOP, AttentionSizes, PassBytes, ring_exposed_s
 from course_lib.context_parallel.layouts import LAYOUTS, positions
 from course_lib.context_parallel.ring import ring_attention
 from course_lib.context_parallel.ulysses import ulysses_attention
@@ -143,7 +143,7 @@ def forward_s(
     block = 2 * sizes.numbers(sizes.kv_heads, sizes.seq / p) * sizes.number_bytes  # K and V
     send_s = block / bytes_per_s
     found = {
-        "ring": (p - 1) * max(compute_s / p, send_s) + compute_s / p,
+        "ring": compute_s + ring_exposed_s(send_s, compute_s, p),
         "all-gather": (p - 1) * send_s + compute_s,
     }
     if sizes.num_heads % p == 0 and sizes.kv_heads % p == 0:

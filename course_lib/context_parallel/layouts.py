@@ -31,6 +31,15 @@ def positions(rank: int, p: int, seq: int, layout: str = "contiguous") -> list[i
     Source:  Brandon et al. 2023 (Striped Attention); the zigzag is that of Llama 3
              (Grattafiori et al. 2024, section 3.3.2)
     """
+    return [at for part in _ranges(rank, p, seq, layout) for at in part]
+
+
+def lengths_of(seq: int, p: int, layout: str = "contiguous") -> list[int]:
+    """Return the number of tokens on each rank. Raises: as `positions`"""
+    return [sum(map(len, _ranges(rank, p, seq, layout))) for rank in range(p)]
+
+
+def _ranges(rank: int, p: int, seq: int, layout: str) -> list[range]:
     if layout not in LAYOUTS:
         raise CourseError(
             f"positions: need layout as one of {', '.join(LAYOUTS)}; got {repr(layout)[:60]}."
@@ -41,10 +50,10 @@ def positions(rank: int, p: int, seq: int, layout: str = "contiguous") -> list[i
             f"rank {rank}, p = {p}, seq = {seq}. Try a longer sequence, or fewer ranks."
         )
     if layout == "contiguous":
-        return [*_chunk(rank, p, seq)]
+        return [_chunk(rank, p, seq)]
     if layout == "zigzag":
-        return [*_chunk(rank, 2 * p, seq), *_chunk(2 * p - 1 - rank, 2 * p, seq)]
-    return [*range(rank, seq, p)]
+        return [_chunk(rank, 2 * p, seq), _chunk(2 * p - 1 - rank, 2 * p, seq)]
+    return [range(rank, seq, p)]
 
 
 def _chunk(index: int, count: int, seq: int) -> range:

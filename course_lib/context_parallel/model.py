@@ -51,16 +51,20 @@ class ShardPositions:
 
 
 class ContextAttention(Attention):
-    """Attention of this rank's queries to the tokens of all ranks of a group."""
+    """Attention of this rank's queries to the tokens of all ranks of a group.
 
-    attend_over: Callable[[Tensor, Tensor, Tensor], Tensor]
+    documents   that of every token of the whole sequences, see `set_documents`; None: one each
+    """
+
+    attend_over: Callable[..., Tensor]
+    documents: Tensor | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Mix the values of all ranks' tokens.
 
         Shapes:  q [batch, heads, seq/p, head_dim], k and v [batch, kv_heads, ...] -> q's
         """
-        return self.attend_over(q, k, v)
+        return self.attend_over(q, k, v, documents=self.documents)
 
 
 class ShardRotary(nn.Module):
@@ -113,12 +117,38 @@ def parallelize_context(
         if isinstance(module, Attention):
             module.__class__ = ContextAttention  # as `fully_shard` does: hooks and names stay
             over = {"group": group, "causal": module.causal, "layout": layout, "seq": seq}
-            vars(module)["attend_over"] = partial(form, **over)
+            vars(module).update(attend_over=partial(form, **over), documents=None)
             if isinstance(module.turn, Rotary):
                 module.add_module("turn", ShardRotary(module.turn, positions_of))
     if model.positions is not None:
         model.positions.register_forward_pre_hook(partial(_at_global_positions, positions_of))
     return model
+
+
+def set_documents(model: nn.Module, documents: Tensor | None) -> None:
+    """Say for the forward passes from here on which document each token belongs to.
+
+    Several documents in a row are one packed sequence, in which a token attends to its own document
+    only. Rotary positions go on from one document to the next: what they give is a function of
+    distances alone, so it is that of a document by itself. Learned positions go on, too, and a
+    document that does not begin the sequence gets others than by itself. The target of a document's
+    last token is the caller's to choose: an end token, or `IGNORED`.
+
+    model       one that `parallelize_context` has changed, wrapped or not
+    documents   ids [batch, seq] of the whole sequences, the same on all ranks; None: one document.
+                They stay until the next call, as recomputation in backward needs them, too
+
+    Raises:  CourseError for a model without context parallelism; in forward ShapeError for ids that
+             are not those of every token
+    """
+    found = [module for module in model.modules() if isinstance(module, ContextAttention)]
+    if not found:
+        raise CourseError(
+            f"set_documents: need a context-parallel GPT; got {type(model).__name__}. Try "
+            "parallelize_context(model, group) before."
+        )
+    for module in found:
+        vars(module)["documents"] = documents
 
 
 def context_loss(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:

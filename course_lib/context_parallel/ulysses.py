@@ -48,15 +48,34 @@ def ulysses_attention(
     Source:  Jacobs et al. 2023 (DeepSpeed Ulysses)
     """
     placed = placement_of("ulysses_attention", q, k, v, group, causal, layout, seq, documents)
-    p, kv_heads = placed.member.size, k.shape[1]
-    _check_heads(q.shape[1], kv_heads, placed)
-    if kv_heads < p:
-        k, v = (x.repeat_interleave(p // kv_heads, dim=1) for x in (k, v))
-    q, k, v = (_ToHeads.apply(x, placed) for x in (q, k, v))  # [batch, heads/p, seq, head_dim]
+    q, k, v = heads_for_tokens(q, k, v, placed)
     tokens = whole_of(placed.held)
     mask = sees(tokens, tokens, causal)[:, None] if causal or documents is not None else None
     with span("forward", "all tokens"):
         o = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] > k.shape[1])
+    return tokens_for_heads(o, placed)
+
+
+def heads_for_tokens(q: Tensor, k: Tensor, v: Tensor, placed: Placement) -> list[Tensor]:
+    """Exchange all heads of this rank's tokens for all tokens of this rank's heads.
+
+    Shapes:  each [batch, h, seq/p, head_dim] -> [batch, h/p, seq, head_dim], rank 0's tokens first
+    Cost:    an all_to_all for each
+    Raises:  MeshError as `ulysses_attention`
+    """
+    p, kv_heads = placed.member.size, k.shape[1]
+    _check_heads(q.shape[1], kv_heads, placed)
+    if kv_heads < p:
+        k, v = (x.repeat_interleave(p // kv_heads, dim=1) for x in (k, v))
+    return [_ToHeads.apply(x, placed) for x in (q, k, v)]
+
+
+def tokens_for_heads(o: Tensor, placed: Placement) -> Tensor:
+    """Turn `heads_for_tokens` around.
+
+    Shapes:  [batch, h/p, seq, head_dim] -> [batch, h, seq/p, head_dim]
+    Cost:    an all_to_all
+    """
     return _ToTokens.apply(o, placed)
 
 

@@ -36,16 +36,16 @@ def exposed_transfers(trace: Mapping[str, Any], pid: int) -> list[tuple[str, flo
 
 def communicating(trace: Mapping[str, Any], pid: int) -> list[Interval]:
     """Return when a process has a transfer under way: disjoint, in order, in microseconds."""
-    return _merged(map(_interval, _boxes(trace, pid, COMMUNICATION_KINDS)))
+    return merged(map(_interval, _boxes(trace, pid, COMMUNICATION_KINDS)))
 
 
 def computing(trace: Mapping[str, Any], pid: int) -> list[Interval]:
     """Return when a process computes, waits left out: disjoint, in order, in microseconds."""
-    busy = _merged(map(_interval, _boxes(trace, pid, COMPUTE_KINDS)))
-    waits = _merged(map(_interval, _boxes(trace, pid, ("wait",))))
+    busy = merged(map(_interval, _boxes(trace, pid, COMPUTE_KINDS)))
+    waits = merged(map(_interval, _boxes(trace, pid, ("wait",))))
     found = []
     for start, end in busy:
-        for wait_start, wait_end in _within(waits, start, end):
+        for wait_start, wait_end in within(waits, start, end):
             found.append((start, wait_start))
             start = wait_end
         found.append((start, end))
@@ -57,7 +57,7 @@ def _exposed_us(
 ) -> Iterator[float]:
     busy = computing(trace, pid)
     for start, end in transfers:
-        yield end - start - sum(b - a for a, b in _within(busy, start, end))
+        yield end - start - sum(b - a for a, b in within(busy, start, end))
 
 
 def _boxes(trace: Mapping[str, Any], pid: int, kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -70,7 +70,8 @@ def _interval(box: Mapping[str, Any]) -> Interval:
     return box["ts"], box["ts"] + box["dur"]
 
 
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return disjoint intervals in order that cover the same time."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -80,7 +81,7 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def _within(intervals: list[Interval], start: float, end: float) -> Iterator[Interval]:
+def within(intervals: list[Interval], start: float, end: float) -> Iterator[Interval]:
     """Yield what of disjoint intervals, in order, lies between start and end."""
     for a, b in intervals[max(0, bisect_right(intervals, (start, start)) - 1) :]:
         if a >= end:

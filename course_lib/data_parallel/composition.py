@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from course_lib.collectives.group import Group
+from course_lib.collectives.group import Group, group_of, sources_of
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.data_parallel.gradients import NoSync
 
 Split = tuple[str, tuple[int, ...]]  # which method split a parameter, and over which global ranks
 TENSOR_PARALLEL, PIPELINE = "tensor parallelism", "a pipeline"
-MODEL_PARALLEL = TENSOR_PARALLEL, PIPELINE  # these do not average gradients
+EXPERT_PARALLEL = "expert parallelism"
+MODEL_PARALLEL = TENSOR_PARALLEL, PIPELINE, EXPERT_PARALLEL  # these do not average gradients
 FOREIGN = (  # modules of PyTorch's own wrappers
     *("torch.nn.parallel.", "torch.distributed.fsdp."),
     "torch.distributed._composable.replicate",
@@ -92,10 +93,17 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: Group, whe
 
     Raises:  CourseError for a shard of data parallelism; MeshError for one of a split model
     """
-    ranks = dist.get_process_group_ranks(group)
+    everyone = dist.get_process_group_ranks(group)
     for name, param in named:
         if hasattr(param, "placements"):  # a DTensor, whose class takes long to import
             _refuse_part(name, "PyTorch's DTensor", where)
+        ranks = dist.get_process_group_ranks(group_of(param, group))
+        if (sources := sources_of(param)) and len(ranks) * sources != len(everyone):
+            raise MeshError(
+                f"{where}: need a group of {len(ranks)} * {sources} ranks, those that hold expert "
+                f"{name} and those that share experts with them; got ranks {everyone}. Try "
+                "group=mesh.copies, as in expert_groups(mesh)."
+            )
         for method, others in splits_of(param):
             if len({*ranks} & {*others}) < 2:
                 continue

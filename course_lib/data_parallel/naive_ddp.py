@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.collectives.coalesced import overwrite
-from course_lib.collectives.group import Group
+from course_lib.collectives.group import Group, group_of
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
 from course_lib.data_parallel.gradients import (
@@ -82,13 +82,13 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
         check_not_replaced(self)
         self._own_grads.check_not_stepped()
         require_known(self.module, self._known, type(self).__name__)
-        p = dist.get_world_size(self.group)
         for name, param in self._with_gradient():
+            group = group_of(param, self.group)
             grad = _gradient_of(param)
             need_dense(grad, name, type(self).__name__)
             total = grad.contiguous()
-            dist.all_reduce(total, group=self.group)
-            grad.copy_(total / p)
+            dist.all_reduce(total, group=group)
+            grad.copy_(total / dist.get_world_size(group))
         self._own_grads.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -154,10 +154,9 @@ def fingerprint(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _broadcast(tensors: Iterable[Tensor], group: Group) -> None:
-    root = dist.get_process_group_ranks(group)[0]
     for tensor in tensors:
-        values = tensor.detach().contiguous()
-        dist.broadcast(values, root, group=group)
+        values, own = tensor.detach().contiguous(), group_of(tensor, group)
+        dist.broadcast(values, dist.get_process_group_ranks(own)[0], group=own)
         overwrite(tensor, values)
 
 

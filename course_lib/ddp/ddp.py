@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.collectives.coalesced import broadcast_together
-from course_lib.collectives.group import Group, member_of
+from course_lib.collectives.group import Group, group_of, member_of
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
 from course_lib.data_parallel.gradients import (
@@ -195,7 +195,7 @@ class DDP(NotCopied, NoSync, nn.Module):
     def _launch(self) -> None:
         """Start the all_reduce of the next bucket: in the same order on every rank."""
         bucket = self.buckets[len(self._works)]
-        self._works.append(self.comm_hook(bucket.flat, self.group))
+        self._works.append(self.comm_hook(bucket.flat, group_of(bucket.params[0], self.group)))
         bucket.launched_at = bucket.flat._version
 
     def _refuse_change(self, bucket: Bucket) -> NoReturn:

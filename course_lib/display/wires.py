@@ -12,10 +12,18 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from course_lib.collectives import messages
+from course_lib.collectives.live import (
+    BY_SIZE,
+    COSTS,
+    MESSAGES,
+    RING,
+    SIZES,
+    Cost,
+    wire_of,
+)
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.units import format_bytes, format_rate, format_seconds
 from course_lib.cost import bandwidth, network
-from course_lib.cost.hardware import find_device
 from course_lib.cost.network import AnyLink
 from course_lib.cost.published import rows
 from course_lib.display.compare import Repeated, Voices, compare
@@ -23,20 +31,8 @@ from course_lib.display.explore import Explore, explore
 from course_lib.display.frames import frames_from_messages, own_everything
 from course_lib.display.stepper import Stepper, stepper
 
-RING, DOUBLING, HALVING = "ring", "doubling", "halving-doubling"
 HIERARCHICAL, OUR_RING = "hierarchical", "our ring"
-Cost = Callable[[float, int, AnyLink], float]
 ListsMessages = Callable[[int, float], list[messages.Message]]
-COSTS: dict[str, Cost] = {
-    RING: network.ring_all_reduce_s,
-    DOUBLING: network.recursive_doubling_all_reduce_s,
-    HALVING: network.halving_doubling_all_reduce_s,
-}
-MESSAGES: dict[str, ListsMessages] = {
-    RING: messages.ring_all_reduce_messages,
-    DOUBLING: messages.recursive_doubling_messages,
-    HALVING: messages.halving_doubling_messages,
-}
 _by_size = partial(compare, x_label="tensor (bytes)", y_label="time (s)", log=True)
 A100 = "8x A100 NVLink3, nccl-tests"
 H200 = "8x H200 NVLink4, NCCL 2.27.7 (ring up to 1 MiB, then NVLS)"
@@ -159,54 +155,16 @@ def ring_on_this_machine(
     return _by_size(sizes, curves, title, names=names), title
 
 
-def winners(p: int, link: Link) -> list[tuple[float, str]]:
-    """Return (bytes, name): which all-reduce is fastest from which size on, from 1 kB to 10 GB.
-
-    A time is a line in the bytes, so two sizes of each all-reduce give all the others.
-    """
-    largest, found = 1e10, list[tuple[float, str]]()
-    lines = {}
-    for name, cost_s in COSTS.items():
-        latency_s = cost_s(0, p, link)
-        lines[name] = latency_s, (cost_s(largest, p, link) - latency_s) / largest
-    for step in range(7001):
-        size = 10 ** (3 + step / 1000)
-        times_s = {name: round(line[0] + line[1] * size, 15) for name, line in lines.items()}
-        name = min(times_s, key=lambda one: times_s[one])
-        if not found or found[-1][1] != name:
-            found.append((size, name))
-    return found
-
-
 def explore_all_reduces() -> Explore:
     """Return the three all-reduces by size with sliders; it starts from NVLink inside a node."""
-    nvlink = find_device("h100").links["NVLink"] / 1e9
-    bandwidths = sorted({1.25, 25.0, 50.0, 300.0, nvlink})
-
-    def link(latency_us: float, gb_per_s: float) -> Link:
-        return Link(name="each wire", latency_s=latency_us * 1e-6, bytes_per_s=gb_per_s * 1e9)
-
-    def finding(p: int, latency_us: float, gb_per_s: float) -> str:
-        (_, first), *later = winners(p, link(latency_us, gb_per_s))
-        if not later:
-            return f"{p} ranks: {first} is fastest at every size"
-        changes = ", ".join(f"{name} from {format_bytes(size)} on" for size, name in later)
-        return f"{p} ranks: {first} is fastest for small tensors, {changes}"
 
     def draw(p: int, latency_us: float, gb_per_s: float) -> Figure:
-        over = link(latency_us, gb_per_s)
+        over = wire_of(latency_us, gb_per_s)
         curves = {name: Voices(formula=_at(cost_s, p, over)) for name, cost_s in COSTS.items()}
-        title = finding(p, latency_us, gb_per_s)
-        sizes = [10.0**k for k in range(3, 11)]
-        return _by_size(sizes, curves, title, note=f"{over}")
+        title = BY_SIZE.compute(p, latency_us, gb_per_s).finding
+        return _by_size(SIZES, curves, title, note=f"{over}")
 
-    return explore(
-        draw,
-        finding,
-        p=([2, 3, 4, 6, 8, 16, 64, 512], 8),
-        latency_us=([1, 3, 10, 50], 3),
-        gb_per_s=(bandwidths, nvlink),
-    )
+    return explore(draw, BY_SIZE.finding, **BY_SIZE.choices)
 
 
 def _at(cost_s: Cost, p: int, link: AnyLink) -> Callable[[float], float]:

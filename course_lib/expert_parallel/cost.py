@@ -6,7 +6,7 @@ functions. Nothing here needs PyTorch. Notebook 16_experts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -177,7 +177,41 @@ def dropped_share(tokens_per_expert: Sequence[int], factor: float) -> float:
     return sum(max(0, tokens - most) for tokens in tokens_per_expert) / total if total else 0.0
 
 
-# --- memory
+# --- memory, and a choice
+
+Division = tuple[int, int, float | None]
+
+
+def seconds_by_plan(
+    plans: Iterable[Division],
+    layer: tuple[int, int, int, int, int],
+    fullest: Mapping[int, float],
+    room_bytes: float,
+    flop_per_s: float,
+    bytes_per_s: float,
+) -> dict[Division, float]:
+    """Return the forward seconds of a layer's experts for the plans that fit.
+
+    plans     (ep, tp, capacity): ranks that share the experts, ranks that split each of them, and
+              the capacity factor or None
+    layer     tokens of a rank, hidden, ffn_hidden, experts, active experts of a token
+    fullest   by ep: copies of the fullest rank divided by the mean
+
+    Nothing overlaps, and latency is left out. With tp > 1 ranks gather each other's copies after
+    dispatch, as Megatron-Core does, but with ep = 1 each token once.
+    """
+    tokens, hidden, ffn, num_experts, k = layer
+    found = {}
+    for ep, tp, capacity in plans:
+        if 16 * 3 * hidden * ffn * num_experts / (ep * tp) > room_bytes:
+            continue
+        load = fullest[ep] if capacity is None else min(fullest[ep], capacity)
+        copies = load * tokens * k
+        exchanged = 2 * copies * (ep - 1) / ep
+        gathered = 2 * (tp - 1) * (tokens if ep == 1 else copies)
+        sent_s = 2 * hidden * (exchanged + gathered) / bytes_per_s
+        found[ep, tp, capacity] = sent_s + 6 * hidden * ffn * copies / flop_per_s
+    return found
 
 
 def state_bytes(

@@ -137,28 +137,35 @@ def layer_on_the_clock(
     return timelines(runs, title, link=link), title
 
 
-def loads_picture(loads: Mapping[str, Sequence[Sequence[int]]], ep: int) -> tuple[Figure, str]:
+def loads_picture(
+    loads: Mapping[str, Sequence[Sequence[int]]], ep: int, window: int = 10
+) -> tuple[Figure, str]:
     """Draw how full the fullest rank is during training, for each rule.
 
-    loads   by rule: tokens of each expert, step by step
+    loads   by rule: tokens of each expert, step by step; those of `window` steps are added up
     """
-    curves = {
-        name: Voices(formula=[load_imbalance(one, ep) for one in steps])
+    num_steps = len(next(iter(loads.values())))
+    ends = range(window, num_steps + 1, window)
+    found = {
+        name: [_imbalance_of(steps[end - window : end], ep) for end in ends]
         for name, steps in loads.items()
     }
-    told = {name: load_imbalance(steps[-1], ep) for name, steps in loads.items()}
-    title = f"Tokens of the fullest of {ep} ranks, divided by the mean, after "
-    title += f"{len(next(iter(loads.values())))} steps: "
-    title += ", ".join(f"{name} {value:.2f}" for name, value in told.items())
+    curves = {name: Voices(formula=values) for name, values in found.items()}
+    title = f"The fullest of {ep} ranks, divided by the mean, at the end: "
+    title += ", ".join(f"{name} {values[-1]:.2f}" for name, values in found.items())
     figure = compare(
-        range(len(next(iter(loads.values())))),
+        ends,
         curves,
         title,
         x_label="step",
-        y_label="fullest rank / mean",
-        names={"formula": "training"},
+        y_label="copies of the fullest rank / mean",
+        names={"formula": f"training, {window} steps together"},
     )
     return figure, title
+
+
+def _imbalance_of(steps: Sequence[Sequence[int]], ep: int) -> float:
+    return load_imbalance([sum(tokens) for tokens in zip(*steps, strict=True)], ep)
 
 
 def dropped_picture(

@@ -25,6 +25,7 @@ from course_lib.fsdp.dim0_layout import Dim0Layout, columns
 from course_lib.fsdp.kept_grads import KeptGrads, is_negative_zero
 from course_lib.fsdp.mesh import ShardingGroups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
+from course_lib.ranks.world import is_dry
 from course_lib.zero.guards import (
     AwayParam,
     FSDPGrad,
@@ -378,7 +379,7 @@ def _scatter_shard(
     if replicas is None or replicas.rank == 0:
         first, slots = member.global_rank(0), None
         if member.rank == 0:
-            if param.is_meta:
+            if param.is_meta and not is_dry():
                 raise CourseError(
                     f"rank {first}, FSDP: need weights on the group's first rank; got shapes only. "
                     'Try torch.device("meta") on the other ranks alone.'

@@ -4,7 +4,7 @@ A unit is a module, usually a block, and its parameters form one parameter group
 dtypes, trained or frozen. Parameters outside of all units belong to the root. Notebook 10_fsdp.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,14 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from course_lib.collectives.coalesced import overwrite
+from course_lib.collectives.group import group_of, member_of, sources_of
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_compiled
 from course_lib.data_parallel.gradients import PLAIN, tensors_within
 from course_lib.fsdp.mesh import ShardingGroups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
 from course_lib.fsdp.param_group import FoundParam, FSDPParamGroup
+from course_lib.ranks.world import is_dry
 
 Choice = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
 
@@ -144,7 +146,8 @@ def make_units(
     units = []
     for name, part in chosen.items():
         own = [one for one in found if one.unit == name]
-        param_group = FSDPParamGroup(name, own, groups, policy, device) if own else None
+        among = _groups_of(own, groups)
+        param_group = FSDPParamGroup(name, own, among, policy, device) if own else None
         within = [one for one in part.modules() if one is not part and one in chosen.values()]
         inner = {one for unit in within for one in unit.modules()}
         parts = [one for one in part.modules() if one not in inner]
@@ -164,9 +167,10 @@ def choose(module: nn.Module, choice: Choice) -> dict[str, nn.Module]:
         wanted = list(choice.children() if isinstance(choice, nn.Module) else choice)
     else:
         wanted = [part for part in named.values() if choice(part)]
+    wanted += _apart(module)
     known = {part: name for name, part in named.items()}
     for part in wanted:
-        if part not in known or isinstance(part, nn.ModuleList | nn.ModuleDict):
+        if part not in known or type(part).forward is nn.Module.forward:
             problem = "a list of modules" if part in known else "one that is not in the model"
             raise CourseError(
                 f"FSDP: need units out of model.modules(), each with a forward of its own; got "
@@ -230,9 +234,32 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
+def _apart(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules all of whose parameters are averaged over a group of their own.
+
+    Experts that are divided over ranks are such: fewer ranks hold the same ones.
+    """
+    params = list(module.parameters())
+    if params and all(sources_of(param) for param in params):
+        yield module
+    elif any(sources_of(param) for param in params):
+        for child in module.children():
+            yield from _apart(child)
+
+
+def _groups_of(found: Sequence[FoundParam], groups: ShardingGroups) -> ShardingGroups:
+    """Return the groups that shard these parameters: their own one, or those of the model."""
+    own = {group_of(one.param, groups.shard.group) for one in found}
+    if own <= {groups.shard.group}:
+        return groups
+    return ShardingGroups(member_of(own.pop(), "FSDP"))
+
+
 def _device(module: nn.Module) -> torch.device:
     """Return the device of the weights; if all are on meta, one the group can communicate on."""
     tensors = [*module.parameters(), *module.buffers()]
     real = [tensor.device for tensor in tensors if not tensor.is_meta]
+    if is_dry():
+        return torch.device("meta")
     fallback = "cuda" if torch.cuda.is_available() else "cpu"
     return real[0] if real else torch.device(fallback)

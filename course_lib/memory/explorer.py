@@ -10,16 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from course_lib.core.errors import CourseError
-from course_lib.core.presets import MODELS
-from course_lib.core.recipes import RECIPES, find_recipe
+from course_lib.core.recipes import find_recipe
 from course_lib.core.records import Ledger
 from course_lib.core.units import format_bytes
-from course_lib.cost.flops import RECOMPUTE
-from course_lib.cost.hardware import DEVICES
 from course_lib.display.explore import Explore
 from course_lib.display.memory import memory
 from course_lib.display.show import has_widgets, widget_data
 from course_lib.memory.calculator import KINDS, Setup, read_setup
+from course_lib.memory.live import CALCULATOR, bytes_at_peak, setup_alt
 
 PARAMS_BY = {
     "layers, split by tp": "split",
@@ -27,9 +25,6 @@ PARAMS_BY = {
     "layers, experts": "experts",
     "embedding and output": "ends",
 }
-_SIZES = [1, 2, 4, 8, 16, 32, 64]  # of a parallel axis
-_BATCHES = [2**n for n in range(11)]
-_SEQS = [2**n for n in range(6, 18)]
 
 
 def accounting_table(setup: Setup) -> Group:
@@ -99,26 +94,13 @@ def _how_it_fits(setup: Setup) -> str:
 
 def draw_setup(setup: Setup) -> Figure:
     """Draw the stacked bar of the fullest rank at its peak, with the GPU's memory as the limit."""
-    ledger = setup.fullest
-    peak, limit = ledger.peak_bytes(), setup.device.memory_bytes
+    peak, limit = setup.peak_bytes, setup.device.memory_bytes
     words = f"{peak / limit:.0%} of" if peak <= limit else f"{peak / limit:.3g} times"
     title = f"{setup.spec.name} takes {words} the memory of {setup.device.name}: "
     title += f"{format_bytes(peak)} per rank"
-    at = ledger.totals().index(peak)
     bar = Ledger()
-    bar.add(0.0, **{kind: ledger.bytes_by_kind[kind][at] for kind in KINDS})
+    bar.add(0.0, **bytes_at_peak(setup))
     return memory({"peak": bar}, title, limit_bytes=limit)
-
-
-def setup_alt(setup: Setup) -> str:
-    """Return the finding in words, ending with the options of the setup."""
-    peak, limit = setup.peak_bytes, setup.device.memory_bytes
-    verb = "fits in" if peak <= limit else "does not fit in"
-    used = f", MFU {setup.mfu():.1%}" if setup.step_time_s else ""
-    return (
-        f"{format_bytes(peak)} {verb} {format_bytes(limit)}; largest micro-batch that fits: "
-        f"{setup.largest_batch()}{used}. {setup.text()}"
-    )
 
 
 class Calculator(Explore):
@@ -201,27 +183,12 @@ def calculator(setup: str = "--model llama-8b --gpu h100") -> Calculator:
 
 
 def _controls(setup: Setup) -> dict[str, Any]:
-    def choose(name: str, options: list[Any]) -> Any:
+    """Return a menu for each choice, with the setup's value among its options, and the time."""
+    controls: dict[str, Any] = {}
+    for name, (options, _) in CALCULATOR.options().items():
         value = getattr(setup, name)
-        return ipywidgets.Dropdown(
-            options=options if value in options else [*options, value], value=value
+        menu = options if value in options else [*options, value]
+        controls[name] = (
+            value if isinstance(value, bool) else ipywidgets.Dropdown(options=menu, value=value)
         )
-
-    return {
-        "model": choose("model", list(MODELS)),
-        "gpu": choose("gpu", list(DEVICES)),
-        "recipe": choose("recipe", list(RECIPES)),
-        "batch": choose("batch", _BATCHES),
-        "seq": choose("seq", _SEQS),
-        "micro_batches": choose("micro_batches", _BATCHES),
-        "recompute": choose("recompute", list(RECOMPUTE)),
-        "dp": choose("dp", _SIZES),
-        "zero": choose("zero", [0, 1, 2, 3]),
-        "tp": choose("tp", _SIZES[:4]),
-        "pp": choose("pp", _SIZES),
-        "cp": choose("cp", _SIZES[:4]),
-        "ep": choose("ep", _SIZES),
-        "sequence_parallel": setup.sequence_parallel,
-        "unfused": setup.unfused,
-        "step_time_s": ipywidgets.FloatText(value=setup.step_time_s, step=0.1),
-    }
+    return {**controls, "step_time_s": ipywidgets.FloatText(value=setup.step_time_s, step=0.1)}

@@ -122,7 +122,7 @@ class LiveLedger:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.ledger = Ledger()
-        self._saved = _SavedStorages((*tensors_of(model), *given), self._grew, self._shrinks)
+        self._saved = SavedStorages((*tensors_of(model), *given), self._grew, self._shrinks)
         self._stack = ExitStack()
         self._growing = False
 
@@ -185,7 +185,7 @@ def activation_ledger(fn: Callable[[], Any], *, given: Iterable[Tensor] = ()) ->
     def note() -> None:
         ledger.add(time.perf_counter() - start_s, activations=saved.num_bytes)
 
-    saved = _SavedStorages(given, grew=note, shrank=note)
+    saved = SavedStorages(given, grew=note, shrank=note)
     note()
     with saved.hooks():
         fn()
@@ -193,11 +193,13 @@ def activation_ledger(fn: Callable[[], Any], *, given: Iterable[Tensor] = ()) ->
     return ledger
 
 
-class _SavedStorages:
+class SavedStorages:
     """Storages that autograd holds, with reference counts; `num_bytes` counts each storage once.
 
+    given          tensors that exist anyway, such as parameters: not counted
     grew, shrank   called after a storage was added, after one was removed
     shrinks        called before a saved tensor is freed
+    without        tensors of this dtype are not counted
     """
 
     def __init__(
@@ -206,8 +208,10 @@ class _SavedStorages:
         grew: Callable[[], None],
         shrinks: Callable[[], None] = lambda: None,
         shrank: Callable[[], None] = lambda: None,
+        *,
+        without: torch.dtype | None = None,
     ) -> None:
-        self.num_bytes = 0
+        self.num_bytes, self._without = 0, without
         self._given = {storage_key(tensor) for tensor in given}
         self._times_saved: dict[int, int] = {}
         self._grew, self._shrinks, self._shrank = grew, shrinks, shrank
@@ -218,7 +222,7 @@ class _SavedStorages:
 
     def _pack(self, tensor: Tensor) -> "_Holder":
         holder, key, num_bytes = _Holder(tensor), storage_key(tensor), storage_bytes([tensor])
-        if key not in self._given:
+        if key not in self._given and tensor.dtype != self._without:
             self._times_saved[key] = self._times_saved.get(key, 0) + 1
             if self._times_saved[key] == 1:
                 self.num_bytes += num_bytes

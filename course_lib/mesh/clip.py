@@ -9,9 +9,10 @@ averaged; or ZeRO and FSDP have left each a shard of it, and these are added, to
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.collectives.group import member_of
+from course_lib.collectives.group import group_of, member_of, sources_of
 from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.pipeline.stage import Stage, sum_copies
 from course_lib.tensor_parallel.state import HeldGrad, counted_once, finish_gradients
@@ -62,11 +63,15 @@ def clip_grad_norm_across(
     Returns the norm before, in float64, the same on all ranks.
 
     Cost:    one all_reduce of one number along tp and along pp; over copies, where it is sharded
+             or there are experts, which fewer ranks hold
     """
     grads, counted = held_grads(module) if held is None else held, counted_here(module, mesh)
+    experts = {one.param for one in grads if held is None and sources_of(one.param)}
+    if experts:
+        counted -= {one for one in counted if not _counts(one, mesh)}
     squared = [one.grad for one in grads if one.param in counted]
     groups = [mesh.group(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1]
-    groups += [mesh.copies] * (held is not None)
+    groups += [mesh.copies] * (held is not None or bool(experts))
     param = next(module.parameters(), None)
     return clip_shards(
         squared,
@@ -75,6 +80,11 @@ def clip_grad_norm_across(
         None if param is None else param.device,
         scaled=[one.grad for one in grads] if scaled is None else scaled,
     )
+
+
+def _counts(param: nn.Parameter, mesh: RankMesh) -> bool:
+    """Whether this rank is the first of those that hold a parameter: fewer hold an expert."""
+    return dist.get_rank(group_of(param, mesh.copies)) == 0
 
 
 def counted_here(module: nn.Module, mesh: RankMesh) -> set[nn.Parameter]:

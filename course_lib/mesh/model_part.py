@@ -1,8 +1,8 @@
 """One rank's part of a model, and the one order in which the methods are applied to it.
 
-`apply_methods` is that order: tensor parallelism, context parallelism, pipeline, then copies or
-shards over the ranks that hold the same part, those of dp and cp. Each method sees what the one
-before it has left, and only its own axes of the mesh. Notebook 11_mesh.
+`apply_methods` is that order: tensor, expert and context parallelism, recomputation, pipeline, then
+copies or shards over the ranks that hold the same part, those of dp and cp. Each method sees what
+the one before it has left, and only its own axes of the mesh. Notebook 11_mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,8 +80,10 @@ def apply_methods(
     over_dp: Callable[[nn.Module, dist.ProcessGroup], OverDp],
     *,
     over_cp: Callable[[GPT, dist.ProcessGroup], object] = parallelize_context,
+    over_ep: Callable[[GPT], object] | None = None,
     splits: bool = True,
     sequence_parallel: bool = False,
+    recompute: Callable[[GPT | BERT], None] | None = None,
     num_layers: Sequence[int] | None = None,
     placement: Sequence[int] | None = None,
 ) -> ModelPart[OverDp]:
@@ -91,7 +93,9 @@ def apply_methods(
                  stage it may put wrappers in the place of the model chunks
     over_cp      lets attention see the tokens of all ranks of cp: `parallelize_context` with its
                  form, layout and sequence length
+    over_ep      keeps this rank's experts of every layer: `parallelize_experts` with its groups
     splits       False: it also splits the model over tp and pp, as Megatron-Core does
+    recompute    changes which activations are saved for backward, such as `recompute_full`
     num_layers   of the stages, and their ranks, as in `split_model`
 
     Raises: CourseError for a model that the axes cannot split
@@ -100,19 +104,25 @@ def apply_methods(
     if tp > 1 and isinstance(whole, GPT):  # 1. split every matrix
         device = next(whole.parameters()).device.type
         parallelize(whole, mesh.device_mesh("tp", device), sequence_parallel)
-    places = _places_in(whole)
-    if mesh.size("cp") > 1 and isinstance(whole, GPT):  # 2. attend to the tokens of all of cp
+    if over_ep is not None and isinstance(whole, GPT):  # 2. keep this rank's experts
+        over_ep(whole)
+    if mesh.size("cp") > 1 and isinstance(whole, GPT):  # 3. attend to the tokens of all of cp
         over_cp(whole, mesh.group("cp"))
+    if recompute is not None:  # 4. save less of each layer
+        recompute(whole)
+    places = _places_in(whole)
     module: nn.Module = whole
-    if pp > 1 and isinstance(whole, GPT):  # 3. keep this rank's layers of the result
+    if pp > 1 and isinstance(whole, GPT):  # 5. keep this rank's layers of the result
         stage = mesh.index("pp")
         module = split_model(whole, pp, stage, num_layers=num_layers, placement=placement)
     before = list(module.parameters())
-    wrapped = over_dp(module, mesh.copies)  # 4. copy or shard what is left
+    buffers = [one for one in module.buffers() if one in places]  # such as a router's bias
+    wrapped = over_dp(module, mesh.copies)  # 6. copy or shard what is left
     after = dict(zip(before, module.parameters(), strict=True))  # FSDP has replaced them by shards
     if isinstance(module, Stage):
         module.tied = [replace(tied, param=after[tied.param]) for tied in module.tied]
-    return ModelPart(module, {after[param]: places[param] for param in before}, wrapped)
+    found = {after[param]: places[param] for param in before}
+    return ModelPart(module, found | {one: places[one] for one in buffers}, wrapped)
 
 
 def _places_in(whole: nn.Module) -> dict[nn.Parameter, InWhole]:

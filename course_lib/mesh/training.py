@@ -67,8 +67,8 @@ class MeshTrainer:
     ) -> None:
         if {*mesh.mesh.sizes} - {"cp"} != {"pp", "dp", "tp"}:
             raise MeshError(
-                f"MeshTrainer: need a mesh with the axes pp, dp and tp, or these and cp; got "
-                f"{mesh.mesh}. Give an axis that you do not use the size 1."
+                f"MeshTrainer: need a mesh with the axes pp, dp and tp; got {mesh.mesh}. Give an "
+                "axis that you do not use the size 1; of others only cp can be there."
             )
         self.mesh, self.seed, self.max_norm, self.num_steps = mesh, seed, max_norm, 0
         self.dp, self.pp, self.tp = (mesh.size(axis) for axis in ("dp", "pp", "tp"))

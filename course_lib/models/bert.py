@@ -12,7 +12,7 @@ from course_lib.core.built import check_built
 from course_lib.core.errors import CourseError, ShapeError
 from course_lib.core.specs import ModelSpec
 from course_lib.models.data import IGNORED
-from course_lib.models.gpt import Block, Dropout, make_norm, start_linear
+from course_lib.models.gpt import GPT, Block, Dropout, make_norm, start_linear
 
 RATIO, MASKED, RANDOM = 0.15, 0.8, 0.1  # of all tokens; of those: masked, replaced
 
@@ -51,10 +51,10 @@ class BERT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
+        x = self.run_blocks(self.blocks, self.embed(tokens))
         return self.head(x)  # [batch, seq, padded_vocab]
+
+    run_blocks = staticmethod(GPT.run_blocks)  # recomputation replaces it, too
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Add token and position embeddings.

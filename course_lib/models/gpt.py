@@ -8,6 +8,7 @@ of GPT-2, Llama, Mixtral, Qwen3 and others are those of transformers, with the s
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,8 @@ class GPT(nn.Module):
             x = x + self.positions(torch.arange(seq, device=tokens.device))
         return self.dropout(x)
 
-    def run_blocks(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    @staticmethod
+    def run_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
         """Apply all blocks in order; `recompute_segments` replaces this method."""
         for block in blocks:
             x = block(x)
@@ -169,9 +171,9 @@ class Attention(nn.Module):
             return self._written_out(q, k, v)
         shared = self.spec.kv_heads < self.spec.num_heads
         if self.window is None or q.shape[-2] <= self.window:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=shared)
+            return fused(q, k, v, is_causal=self.causal, enable_gqa=shared)
         mask = self._blocked(q, q.shape[-2])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shared)
+        return fused(q, k, v, attn_mask=mask, enable_gqa=shared)
 
     def _written_out(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention step by step.
@@ -253,6 +255,17 @@ class Rotary(nn.Module):
         first, second, rest = x.split(self.halves, dim=-1)
         turned = torch.cat([-second, first, rest], dim=-1)
         return (x * self.cos[:seq] + turned * self.sin[:seq]).to(x.dtype)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
+    """Return PyTorch's fused attention; on the meta device the CPU's, which saves as much there.
+
+    By itself PyTorch would write attention out on the meta device, and save all scores.
+    """
+    if q.is_meta:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, **options)[0]  # type: ignore[no-any-return]
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
 
 
 def slowed(speed: Tensor, factor: float, high: float, low: float, length: float) -> Tensor:

@@ -64,6 +64,21 @@ class Router(nn.Module):
         return Routing(chosen, weights, scores)
 
 
+class ExpertList(nn.ModuleList):
+    """Experts, each of which computes its own tokens, in one tensor one expert after the other.
+
+    All experts compute, without tokens as well: every parameter then has a gradient.
+
+    Shapes:  inputs [sum(counts), hidden], counts [experts] -> [sum(counts), hidden]
+    Cost:    one wait for the counts, as the sizes of the parts have to be known
+    """
+
+    def forward(self, inputs: Tensor, counts: Tensor) -> Tensor:
+        """Run each expert on its part of the inputs."""
+        parts = inputs.split(counts.tolist())
+        return torch.cat([one(part) for one, part in zip(self, parts, strict=True)])
+
+
 class MoE(nn.Module):
     """Experts in place of the MLP of a layer; every forward records how many tokens each was sent.
 
@@ -82,8 +97,6 @@ class MoE(nn.Module):
              expert: DeepSeek-AI 2024 (DeepSeek-V3), equation 12
     """
 
-    load: Tensor
-
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         experts = spec.experts
@@ -93,7 +106,7 @@ class MoE(nn.Module):
                 "Try MODELS['moe-tiny']."
             )
         self.router = Router(spec.hidden, experts)
-        self.experts = nn.ModuleList(
+        self.experts = ExpertList(
             MLP(spec, experts.ffn_hidden, experts.bias) for _ in range(experts.count)
         )
         self.shared = MLP(spec, experts.shared_hidden) if experts.shared_hidden else None
@@ -102,7 +115,7 @@ class MoE(nn.Module):
         self.capacity_factor, self.aux_weight = experts.capacity, 0.0
         self.tokens_per_expert = torch.zeros(experts.count, dtype=torch.int64)
         self.aux_loss = torch.zeros(())
-        self.register_buffer("load", self.tokens_per_expert.clone(), persistent=False)
+        self.load = self.tokens_per_expert.clone()  # no buffer: DDP would broadcast it
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)  # [tokens, hidden]
@@ -132,20 +145,10 @@ class MoE(nn.Module):
         """
         order, counts = expert_order(routing.experts, len(self.experts))
         inputs = tokens[order // routing.experts.shape[1]]  # [sent, hidden], expert by expert
-        outputs = self.compute(inputs, counts) * routing.weights.flatten()[order][:, None]
+        outputs = self.experts(inputs, counts) * routing.weights.flatten()[order][:, None]
         own = outputs.new_zeros(tokens.shape)
         own = own.index_add(0, order // routing.experts.shape[1], outputs)
         return own.to(tokens.dtype)
-
-    def compute(self, inputs: Tensor, counts: Tensor) -> Tensor:
-        """Run each expert on its tokens, those of the first expert first.
-
-        All experts compute, without tokens as well: every parameter then has a gradient.
-
-        Shapes:  inputs [sum(counts), hidden], counts [experts] -> [sum(counts), hidden]
-        """
-        parts = inputs.split(counts.tolist())
-        return torch.cat([one(part) for one, part in zip(self.experts, parts, strict=True)])
 
 
 class _AddLoss(torch.autograd.Function):
@@ -162,7 +165,7 @@ class _AddLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.layer.load += ctx.counts
+        ctx.layer.load = ctx.layer.load.to(ctx.counts.device) + ctx.counts
         return grad, ctx.weight, None
 
 

@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING
 from course_lib.core.on_demand import names_on_demand
 
 if TYPE_CHECKING:
-    from course_lib.pipeline.actions import Action, Schedule, ScheduleError, v_placement
+    from course_lib.pipeline.actions import (
+        Action,
+        Schedule,
+        ScheduleError,
+        read_schedule,
+        v_placement,
+    )
     from course_lib.pipeline.bound import ScheduleScore, schedule_bound, score_schedule
     from course_lib.pipeline.engine import Pipeline, run_schedule, shares
     from course_lib.pipeline.schedules import gpipe, interleaved, naive, one_f_one_b, zero_bubble_h1
@@ -50,6 +56,7 @@ __all__ = [
     "interleaved",
     "naive",
     "one_f_one_b",
+    "read_schedule",
     "run_schedule",
     "schedule_bound",
     "score_schedule",

@@ -6,6 +6,7 @@ from the position of its layers in the model, and from the placement: the rank o
 Notebook 08_pipeline.
 """
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -147,3 +148,35 @@ def as_text(schedule: Schedule) -> str:
         f"rank {rank}  " + " ".join(action.label for action in actions)
         for rank, actions in enumerate(schedule)
     )
+
+
+def read_schedule(text: str, placement: Sequence[int] | None = None) -> Schedule:
+    """Return the schedule in the lines of `as_text`: `rank 0  F0 F1 B0 F2.1`.
+
+    placement   the rank of each model chunk, such as `v_placement(p)`; None: the layers go round
+
+    Raises: ScheduleError for a line or an action that is none
+    """
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    schedule: Schedule = []
+    for rank, words in enumerate(lines):
+        if words[:2] != ["rank", str(rank)]:
+            raise ScheduleError(f"need a line of rank {rank}; got {' '.join(words)[:40]!r}.")
+        schedule.append([_read_action(label, rank, len(lines), placement) for label in words[2:]])
+    return schedule
+
+
+def _read_action(label: str, rank: int, p: int, placement: Sequence[int] | None) -> Action:
+    found = re.fullmatch(r"([FBIW])(\d+)(?:\.(\d+))?", label)
+    if not found:
+        raise ScheduleError(
+            f"rank {rank}: need an action such as F0, B2 or W1.1; got {label[:20]}."
+        )
+    chunk = int(found[3] or 0)
+    depths = depths_of(rank, placement or loop_placement(p, chunk + 1))
+    if chunk >= len(depths):
+        raise ScheduleError(
+            f"rank {rank}: need one of {len(depths)} model chunks; got {label[:20]}."
+        )
+    kind = next(kind for kind, letter in LETTERS.items() if letter == found[1])
+    return Action(kind, depths[chunk] % p, int(found[2]), chunk)

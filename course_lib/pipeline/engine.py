@@ -48,6 +48,7 @@ class Pipeline:
     group     the ranks of this pipeline, stage 0 first; all ranks by default
     sums_tied sum the gradients of tied parameters at the end of a step; False: whoever shards the
               gradients before that calls `sum_copies` with the shards
+    border    shape and dtype between stages, for an input: no header tells them. None: headers do
 
     peak_in_flight   largest number of micro-batches in flight during the last step
     splits_all       compute I and W one by one also where a whole backward does both, to time them
@@ -62,8 +63,10 @@ class Pipeline:
         group: Group = None,
         *,
         sums_tied: bool = True,
+        border: Callable[[Tensor], TensorMeta] | None = None,
     ) -> None:
         self.member, self.sums_tied = member_of(group, "Pipeline"), sums_tied
+        self.border = border
         self.stage, self.loss_fn, self.peak_in_flight = _as_stage(stage), loss_fn, 0
         param = next(self.stage.parameters(), None)
         self.device = torch.device("cpu") if param is None else param.device
@@ -97,7 +100,8 @@ class Pipeline:
         has_loss = plan.placement[-1] == self.member.rank
         weights = _check_batch(inputs, targets, weights, self.loss_fn) if has_loss else ()
         shapes = tuple((tuple(x.shape), x.dtype) for x in inputs)
-        comm = StageComm(self.member, plan, self._metas.get(shapes, {}), self.device)
+        metas = self._metas.get(shapes) or self._known_metas(plan, inputs)
+        comm = StageComm(self.member, plan, metas, self.device)
         batch = (inputs, targets or (), weights)
         executor = StageExecutor(self.stage, self.loss_fn, plan, batch)
         with tied_summed(self.stage, self.member) if self.sums_tied else nullcontext():
@@ -145,6 +149,14 @@ class Pipeline:
                 comm.send(action, output)
         comm.finish()
         return executor.loss
+
+    def _known_metas(
+        self, plan: CommPlan, inputs: Sequence[Tensor]
+    ) -> dict[tuple[int, int], TensorMeta]:
+        depths, border = range(1, len(plan.placement)), self.border
+        if border is None:
+            return {}
+        return {(depth, number): border(x) for depth in depths for number, x in enumerate(inputs)}
 
     def _plan(self, schedule: Schedule, num_micro_batches: int) -> CommPlan:
         """Return this rank's communication plan; check a schedule the first time it is used."""

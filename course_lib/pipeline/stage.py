@@ -74,6 +74,8 @@ class GPTChunk(GPT):
     def __init__(self, whole: GPT, first: int, end: int) -> None:
         nn.Module.__init__(self)  # GPT.__init__ would build all layers again
         self.spec = whole.spec
+        if "run_blocks" in vars(whole):  # recomputation has replaced it
+            vars(self)["run_blocks"] = whole.run_blocks
         self.begins, self.ends = first == 0, end == len(whole.blocks) + 2
         if self.begins:
             self.embedding, self.positions = whole.embedding, whole.positions

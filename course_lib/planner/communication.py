@@ -7,6 +7,12 @@ what computation hides of them. Notebook 12_planner.
 from dataclasses import replace
 from typing import NamedTuple
 
+from course_lib.context_parallel.cost import (
+    AttentionSizes,
+    PassBytes,
+    ring_bytes,
+    ring_exposed_s,
+)
 from course_lib.core.layers import LayerKind, layer_kinds, layers
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.params import kind_params
@@ -93,19 +99,32 @@ def context_s(
     """Return the exposed seconds of ring attention in a layer: what its products do not hide.
 
     Keys and values go around the ring once forward; in backward they go around with their gradients
-    in fp32. With a window they go all the way, too.
+    in fp32. With a window they go all the way, too; its work counts as equal in all hops.
 
-    Source: Liu et al. 2023 (Ring Attention), section 3
+    Source: Liu et al. 2023 (Ring Attention), section 3; `context_parallel/cost.py`
     """
-    axes = plan.parallelism
-    if axes.cp == 1:
+    p = plan.parallelism.cp
+    if p == 1:
         return NO_TIME
-    tokens = plan.micro_batch * plan.seq // axes.cp
-    width = model.kv_hidden + model.kv_heads * model.value_size
-    num_bytes = tokens * width // min(axes.tp, model.kv_heads) * 2
-    hop_s = cluster.link(axes.cp, axes.tp).time_s(num_bytes)
-    sent_s, scores = (axes.cp - 1) * hop_s, attention_time(model, cluster, plan, kind)
-    return LayerTime(max(0.0, sent_s - scores.forward_s), max(0.0, 3 * sent_s - scores.backward_s))
+    link = cluster.link(p, plan.parallelism.tp)
+    both = zip(context_bytes(model, plan), attention_time(model, cluster, plan, kind), strict=True)
+    return LayerTime(
+        *(ring_exposed_s(link.time_s(size / (p - 1)), compute_s, p) for size, compute_s in both)
+    )
+
+
+def context_bytes(model: ModelSpec, plan: Plan) -> PassBytes:
+    """Return the bytes that a rank of the ring sends for a layer of a micro-batch."""
+    kv_heads = model.kv_heads // min(plan.parallelism.tp, model.kv_heads)
+    sizes = AttentionSizes(
+        batch=plan.micro_batch,
+        seq=plan.seq,
+        num_heads=kv_heads,  # those of queries stay
+        kv_heads=kv_heads,
+        head_dim=(model.kv_hidden // model.kv_heads + model.value_size) // 2,  # of keys and values
+        number_bytes=4 if plan.precision == "fp32" else 2,
+    )
+    return ring_bytes(sizes, plan.parallelism.cp)
 
 
 class StageWork(NamedTuple):

@@ -68,7 +68,6 @@ def course_train(step: PredictedStep) -> ProgramLaunch:
     """
     title = "course_lib.train"
     plan, axes = step.plan, step.plan.parallelism
-    _check(title, "cp=1", axes.cp == 1, f"cp={axes.cp}")
     _check(title, "a model without experts", step.model.experts is None, step.model.name)
     _check(title, "bf16 or fp32", plan.precision in ("bf16", "fp32"), plan.precision)
     _check(title, "a model that is a preset", _is_preset(step), step.model.name)
@@ -77,11 +76,12 @@ def course_train(step: PredictedStep) -> ProgramLaunch:
         model=step.model,
         tp=axes.tp,
         pp=axes.pp,
+        cp=axes.cp,
         sequence_parallel=axes.sequence_parallel,
         **options,
     )
     config.check_ranks(plan.world_size)
-    mesh = f"pp={axes.pp},dp={axes.dp},tp={axes.tp}"
+    mesh = f"pp={axes.pp},dp={axes.dp},{f'cp={axes.cp},' * (axes.cp > 1)}tp={axes.tp}"
     words = _flags({"model": step.model.name, "mesh": mesh, **options}, "-")
     return ProgramLaunch(
         name="course_train",
@@ -96,7 +96,7 @@ def course_train(step: PredictedStep) -> ProgramLaunch:
 def _train_options(step: PredictedStep) -> dict[str, Any]:
     """Return the settings of a `TrainConfig` without its mesh."""
     plan, axes = step.plan, step.plan.parallelism
-    strategy = "ddp" if axes.dp > 1 else "single"
+    strategy = "ddp" if axes.zero_ranks > 1 else "single"
     if axes.zero and _shards(plan):
         strategy = "fsdp" if axes.zero == 3 else f"zero{axes.zero}"
     options: dict[str, Any] = {

@@ -9,6 +9,7 @@ from dataclasses import replace
 from course_lib.core.parallelism import ZERO_STAGES
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.roofline import data_parallel_tokens, fsdp_tokens, matmul_intensity, roof_of
+from course_lib.planner.communication import context_bytes, context_s
 from course_lib.planner.compute import large_products
 from course_lib.planner.constants import MEASURED, SOFTWARE, Software
 from course_lib.planner.predicting import predict
@@ -38,7 +39,8 @@ def table_notes(steps: Sequence[PredictedStep], others: Iterable[PredictedStep] 
 
 def plan_notes(step: PredictedStep) -> list[str]:
     """Return the sentences under the bill of one plan."""
-    return [roofline_note(step), software_note([step]), trust_note([step])]
+    notes = [roofline_note(step), software_note([step]), trust_note([step]), context_note(step)]
+    return [note for note in notes if note]
 
 
 def roofline_note(step: PredictedStep) -> str:
@@ -76,6 +78,23 @@ def roofline_note(step: PredictedStep) -> str:
     )
 
 
+def context_note(step: PredictedStep) -> str:
+    """Return what a ring of context parallelism sends and attention hides; "" without cp.
+
+    The bill has what is not hidden among the messages of tensor parallelism.
+    """
+    plan, cluster = step.plan, step.cluster
+    if plan.parallelism.cp == 1:
+        return ""
+    sent = " and ".join(map(format_bytes, context_bytes(step.model, plan)))
+    exposed_s = sum(context_s(step.model, cluster, plan))
+    hides = f"all but {format_seconds(exposed_s)}" if exposed_s else "all of it"
+    return (
+        f"Context parallelism (lesson 15), as a ring in zigzag: for a layer of a micro-batch a "
+        f"rank sends {sent} in forward and backward; computing attention hides {hides}."
+    )
+
+
 def legend(steps: Sequence[PredictedStep]) -> str:
     """Return what the short words in these plans mean."""
     plan = steps[0].plan
@@ -89,6 +108,8 @@ def legend(steps: Sequence[PredictedStep]) -> str:
     words += [f"zero{stage}: {ZERO_WORDS[stage]}" for stage in stages]
     if any(plan.parallelism.sequence_parallel for plan in plans):
         words.append("sp: sequence parallelism beside tp")
+    if any(plan.parallelism.cp > 1 for plan in plans):
+        words.append("cp: ranks that split every sequence")
     if any(plan.parallelism.ep > 1 for plan in plans):
         words.append("ep: ranks that share the experts of a layer, out of those of dp and tp")
     if any(plan.parallelism.expert_tensor != plan.parallelism.tp for plan in plans):

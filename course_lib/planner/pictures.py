@@ -27,6 +27,7 @@ from course_lib.display.page import (
     time_unit,
 )
 from course_lib.display.paired_bars import Pair, paired_bars
+from course_lib.planner.live import bill_parts, bill_title, bill_where, bill_words, memory_words
 from course_lib.planner.prediction import CAUSE_NAMES, PredictedStep
 from course_lib.planner.published_runs import PublishedRun
 from course_lib.planner.searching import SearchResult
@@ -46,7 +47,6 @@ CAUSE_KINDS = {  # for the color of a row
 _SCHEDULES = {"1f1b": "1F1B", "zb-h1": "ZB-H1"}
 EFFICIENT = 0.3  # published MFU from which the predictions were promised
 NEAR = 0.2  # a band around the diagonal
-SEEN = 1e-3  # of a step: smaller parts have no row
 
 
 def bill_waterfall(predicted: PredictedStep) -> _Picture:
@@ -54,26 +54,26 @@ def bill_waterfall(predicted: PredictedStep) -> _Picture:
 
     The dashed line is the step of GPUs that compute at their peak all the time.
     """
-    parts = _parts(predicted)
+    parts = bill_parts(predicted)
     figure, (axes,) = page(
-        _bill_title(predicted),
+        bill_title(predicted),
         [_LINE_IN * (len(parts) + 1) + 0.3],
-        note=_where(predicted),
+        note=bill_where(predicted),
         legend=_cause_legend(parts),
         margins=Margins(left=1.2),
     )
     _draw_bill(axes, predicted)
-    return figure, _bill_words(predicted)
+    return figure, bill_words(predicted)
 
 
 def bill_and_memory(predicted: PredictedStep) -> _Picture:
     """Draw the bill of a step, and under it the memory of the fullest rank."""
-    parts = _parts(predicted)
+    parts = bill_parts(predicted)
     kinds = [kind for kind, num_bytes in predicted.memory.items() if num_bytes]
     figure, (above, below) = page(
-        _bill_title(predicted),
+        bill_title(predicted),
         [_LINE_IN * (len(parts) + 1) + 0.3, _LINE_IN + 0.3],
-        note=_where(predicted),
+        note=bill_where(predicted),
         legend=[*_cause_legend(parts), *swatches([KIND[kind] for kind in kinds], kinds)],
         margins=Margins(left=1.2, between=0.65),
     )
@@ -87,12 +87,11 @@ def bill_and_memory(predicted: PredictedStep) -> _Picture:
     _rows(below, ["memory"])
     below.set_xlim(0, 1.13 * max(limit, starts[-1] / GIB))
     _limit(below, limit, -0.55, f"usable {limit:.0f} GiB ")
-    held = f"{format_bytes(predicted.memory_bytes)} of {limit:.0f} GiB"
-    return figure, f"{_bill_words(predicted)}; memory {held}"
+    return figure, f"{bill_words(predicted)}; memory {memory_words(predicted)}"
 
 
 def _draw_bill(axes: Axes, predicted: PredictedStep) -> None:
-    parts = _parts(predicted)
+    parts = bill_parts(predicted)
     factor, unit = time_unit(predicted.step_s)
     plain(axes, x_label=f"predicted time of a step ({unit})")
     starts = [0.0, *accumulate(parts.values())]
@@ -107,33 +106,6 @@ def _draw_bill(axes: Axes, predicted: PredictedStep) -> None:
     _rows(axes, [*(CAUSE_NAMES[name] for name in parts), "step"])
     axes.set_xlim(0, whole * 1.13)
     _limit(axes, whole * predicted.mfu, -0.55, "all FLOP at the peak ")
-
-
-def _parts(predicted: PredictedStep) -> dict[str, float]:
-    """Return the seconds of the causes that can be seen."""
-    least_s = SEEN * predicted.step_s
-    return {name: seconds for name, seconds in predicted.seconds.items() if seconds > least_s}
-
-
-def _bill_title(predicted: PredictedStep) -> str:
-    step = f"{format_seconds(predicted.step_s)} per step"
-    return f"{step}, MFU {100 * predicted.mfu:.0f} %. {predicted.bound}"
-
-
-def _bill_words(predicted: PredictedStep) -> str:
-    shares = ", ".join(
-        f"{CAUSE_NAMES[name]} {100 * seconds / predicted.step_s:.0f} %"
-        for name, seconds in _parts(predicted).items()
-    )
-    return f"{_bill_title(predicted)} {shares}"
-
-
-def _where(predicted: PredictedStep) -> str:
-    cluster = predicted.cluster
-    return (
-        f"{predicted.model.name} on {predicted.plan.world_size} x {cluster.device.name} "
-        f"({cluster.name}): {predicted.plan}; {predicted.plan.pipeline_words}"
-    )
 
 
 def bills(steps: Mapping[str, PredictedStep], title: str) -> _Picture:

@@ -19,6 +19,7 @@ from course_lib.planner.predicting import predict
 from course_lib.planner.prediction import PredictedStep
 
 MOST_CHUNKS = 8  # per rank: more have not been published
+LONG = 2**15  # tokens of a sequence from which runs with cp are published
 WAYS = ("none", "full")  # of recomputation: fused attention leaves no scores to recompute
 
 
@@ -80,7 +81,8 @@ def valid_plans(
     """Yield the plans that use all GPUs: every axis, batch, schedule, stage and recomputation.
 
     Tensor parallelism stays inside a node, and with it activations are split by tokens, too
-    (sequence parallelism), where the sequence allows it. Experts are divided over ep, which may
+    (sequence parallelism), where the sequence allows it. Context parallelism, in zigzag, is tried
+    for sequences of LONG tokens or more. Experts are divided over ep, which may
     span nodes, and each is split over the tp ranks or not at all. In a pipeline ZeRO shards the
     optimizer state only, as in Megatron-LM: stages 2 and 3 communicate in every micro-batch.
     """
@@ -91,7 +93,7 @@ def valid_plans(
         for micro_batch in _divisors(share):
             m = share // micro_batch
             schedules = list(_schedules(model, axes.pp, m))
-            stages = ZERO_STAGES[: 1 if axes.dp == 1 else 2 if axes.pp > 1 else None]
+            stages = ZERO_STAGES[: 1 if axes.zero_ranks == 1 else 2 if axes.pp > 1 else None]
             for (schedule, chunks), zero, recompute in product(schedules, stages, WAYS):
                 yield Plan(
                     parallelism=replace(axes, zero=zero),
@@ -109,11 +111,12 @@ def _axes(model: ModelSpec, cluster: Cluster, seq: int) -> Iterator[Parallelism]
     for tp in _divisors(cluster.num_gpus):
         if tp > cluster.gpus_per_node or cluster.gpus_per_node % tp:
             continue
-        is_split = tp > 1 and seq % tp == 0
-        for pp in _divisors(cluster.num_gpus // tp):
-            whole = Parallelism(
-                dp=cluster.num_gpus // tp // pp, tp=tp, pp=pp, sequence_parallel=is_split
-            )
+        for pp, cp in product(_divisors(others := cluster.num_gpus // tp), repeat=2):
+            if others % (pp * cp) or (cp > 1 and (seq < LONG or seq % (2 * cp))):
+                continue
+            is_split = tp > 1 and seq % (tp * cp) == 0
+            dp = others // (pp * cp)
+            whole = Parallelism(dp=dp, tp=tp, pp=pp, cp=cp, sequence_parallel=is_split)
             for axes in _with_experts(model, whole):
                 if _allows(model, axes):
                     yield axes
@@ -133,7 +136,7 @@ def _with_experts(model: ModelSpec, axes: Parallelism) -> Iterator[Parallelism]:
     if model.experts is None:
         yield axes
         return
-    ranks = axes.dp * axes.tp
+    ranks = axes.dp * axes.cp * axes.tp
     for expert_tp in sorted({1, axes.tp}):
         for ep in _divisors(math.gcd(model.experts.count, ranks // expert_tp)):
             yield replace(axes, ep=ep, expert_tp=None if expert_tp == axes.tp else expert_tp)

@@ -98,11 +98,14 @@ class StagedMessage(TrackedWork):
 
 
 class TracedGroup(dist.ProcessGroup):
-    """Process group that traces every call of `inner`; `members` are its global ranks."""
+    """Process group that traces every call of `inner`; `members` are its global ranks.
 
-    def __init__(
-        self, inner: dist.ProcessGroup, tracer: CallTracer, members: tuple[int, ...], key: str
-    ) -> None:
+    is_dry   no other rank is there, as in `dry_world`
+    """
+
+    is_dry = False
+
+    def __init__(self, inner: Any, tracer: CallTracer, members: tuple[int, ...], key: str) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self.tracer, self.members, self.key = inner, tracer, members, key
 

@@ -68,7 +68,7 @@ class Report:
             *self._waits(),
             *told_once(dropped_words, self.dropped),
             *(f"rank {r} was computing\n    {line}" for r, line in sorted(self.computing.items())),
-            f"{_ranks(self.returned)} had returned" if self.returned else "",
+            f"{in_words(self.returned)} had returned" if self.returned else "",
             "The ranks were restarted; what they held is gone." if self.restarted else "",
         ]
         return "\n".join(part for part in parts if part)
@@ -80,7 +80,7 @@ class Report:
         unsent = "a send and its recv do not fit; nothing was sent"
         what = unfit_split(self.mismatch) or "the ranks made different calls"
         calls = [(r, f"{post.call}{post.sizes}\n    {post.line}") for r, post in self.mismatch]
-        said = (f"{_ranks(who)} {_verb('call', who)} {call}" for call, who in _grouped(calls))
+        said = (f"{in_words(who)} {_verb('call', who)} {call}" for call, who in _grouped(calls))
         return [f"mismatch: {unsent if p2p else what}", *said]
 
     def _failures(self) -> list[str]:
@@ -91,17 +91,17 @@ class Report:
             name = "" if failure.name == "RankDied" else f"raised {failure.name}: "
             lines = (f"    {line}" for line in failure.lines)
             texts.append((rank, "\n".join([f"{name}{failure.message}", *lines])))
-        return [f"{_ranks(who)} {text}" for text, who in _grouped(texts)]
+        return [f"{in_words(who)} {text}" for text, who in _grouped(texts)]
 
     def _waits(self) -> list[str]:
         if not self.waits or self.mismatch:
             return []
         title = ["hang: nothing can move any more"] if self.kind == "hang" else []
         waits = [
-            (wait.rank, f"in {wait.kind} for {_ranks(wait.waits_for)}\n    {wait.where}")
+            (wait.rank, f"in {wait.kind} for {in_words(wait.waits_for)}\n    {wait.where}")
             for wait in self.waits
         ]
-        said = [f"{_ranks(who)} {_verb('wait', who)} {text}" for text, who in _grouped(waits)]
+        said = [f"{in_words(who)} {_verb('wait', who)} {text}" for text, who in _grouped(waits)]
         cycle = shortest_cycle({wait.rank: wait.waits_for for wait in self.waits})
         if cycle:
             said.append("circle of waiting: " + " -> ".join(map(str, [*cycle, cycle[0]])))
@@ -139,7 +139,8 @@ def orphan_words(rank: int, post: Post) -> str:
     return f"orphan: rank {rank} calls {post.call}, and the other end never came\n    {post.line}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def in_words(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

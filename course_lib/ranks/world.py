@@ -1,5 +1,6 @@
 """Joining a world: torch.distributed's process groups, each behind a `TracedGroup`."""
 
+import math
 import os
 from datetime import timedelta
 from typing import Any
@@ -79,12 +80,27 @@ def gpus_of_job() -> int:
     return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
 
 
+def is_dry() -> bool:
+    """Return whether this rank is in a `dry_world`: no other is there, and tensors have no numbers.
+
+    A dry run goes through the same lines as a run; what needs a number, or another rank, asks this.
+    """
+    return dist.is_initialized() and getattr(dist.group.WORLD, "is_dry", False)
+
+
+def number_in(tensor: torch.Tensor) -> float:
+    """Return the number in a tensor; nan in a dry world."""
+    return math.nan if tensor.is_meta else float(tensor)
+
+
 def rank_device() -> torch.device:
-    """Return the device this rank computes on: its own GPU, or the CPU.
+    """Return the device this rank computes on: its own GPU, or the CPU; meta in a dry world.
 
     With COURSE_SHARE_GPU=1 several ranks share a GPU, and communicate over gloo: a way to try all
     of the course on a machine with one, not a way to be fast.
     """
+    if is_dry():
+        return torch.device("meta")
     num_seen = torch.cuda.device_count()
     if one_gpu_each() or (os.environ.get("COURSE_SHARE_GPU") == "1" and num_seen):
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_seen)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from course_lib.core.errors import CourseError
-from course_lib.models.gpt import GPT, Attention
+from course_lib.models import BERT, GPT
+from course_lib.models.gpt import Attention
 
 
 def recompute(fn: Callable[..., Any], *args: Any) -> Any:
@@ -156,7 +157,7 @@ def _autocast_of(kind: str) -> dict[str, Any]:
     }
 
 
-def recompute_none(model: GPT) -> None:
+def recompute_none(model: GPT | BERT) -> None:
     """Save all activations: undo the effect of the functions below."""
     vars(model).pop("run_blocks", None)
     for module in model.modules():
@@ -164,7 +165,7 @@ def recompute_none(model: GPT) -> None:
             vars(module).pop("attend", None)
 
 
-def recompute_selective(model: GPT) -> None:
+def recompute_selective(model: GPT | BERT) -> None:
     """Recompute only `Attention.attend` (scores, softmax, dropout): large to save, cheap to redo.
 
     Source:  Korthikanti et al. 2022 (Reducing Activation Recomputation), section 5
@@ -175,7 +176,7 @@ def recompute_selective(model: GPT) -> None:
             vars(module)["attend"] = partial(recompute, module.attend)
 
 
-def recompute_segments(model: GPT, num_blocks: int) -> None:
+def recompute_segments(model: GPT | BERT, num_blocks: int) -> None:
     """Save only the input of every num_blocks-th block, and recompute these blocks together.
 
     Saves:   ceil(num_layers / num_blocks) block inputs; in backward also num_blocks whole blocks
@@ -186,12 +187,12 @@ def recompute_segments(model: GPT, num_blocks: int) -> None:
     vars(model)["run_blocks"] = partial(_run_segments, num_blocks)
 
 
-def recompute_full(model: GPT) -> None:
+def recompute_full(model: GPT | BERT) -> None:
     """Recompute each block by itself: save one tensor per block."""
     recompute_segments(model, 1)
 
 
-def recompute_some(model: GPT, every: int) -> None:
+def recompute_some(model: GPT | BERT, every: int) -> None:
     """Recompute every `every`-th block and save the activations of the others.
 
     Raises: CourseError if `every` is below 1

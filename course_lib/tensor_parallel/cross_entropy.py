@@ -45,7 +45,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
             f"rank {dist.get_rank()}, vocab_parallel_cross_entropy: need a target for each row of "
             f"logits; got {list(logits.shape)} and {list(targets.shape)}."
         )
-    _check_tokens(targets[targets != IGNORED], vocab, "vocab_parallel_cross_entropy")
+    _check_tokens(targets.masked_fill(targets == IGNORED, 0), vocab, "vocab_parallel_cross_entropy")
     return _CrossEntropy.apply(logits, targets, group)
 
 

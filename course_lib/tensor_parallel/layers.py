@@ -268,7 +268,7 @@ def own_tokens(tokens: Tensor, size: int, group: Group = None) -> tuple[Tensor, 
 
 
 def _check_tokens(tokens: Tensor, vocab: int, where: str) -> None:
-    if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab:
+    if tokens.numel() and not tokens.is_meta and not 0 <= tokens.min() <= tokens.max() < vocab:
         raise ShapeError(
             f"rank {dist.get_rank()}, {where}: need tokens from 0 to {vocab - 1}; got "
             f"{tokens.min().item()} to {tokens.max().item()}. Try a larger vocab."

@@ -47,6 +47,11 @@ class _Boundary(torch.autograd.Function):
         return ctx.adjoint(grad), None, None
 
 
+def boundary(x: Tensor, fn: TensorFn, adjoint: TensorFn) -> Tensor:
+    """Return fn(x), whose backward is the adjoint of the gradient."""
+    return _Boundary.apply(x, fn, adjoint)
+
+
 def copy_to_region(x: Tensor, group: Group = None) -> Tensor:
     """f: return x, which all ranks hold; backward sums the ranks' gradients of it.
 

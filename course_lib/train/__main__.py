@@ -84,7 +84,10 @@ def train(
     pp: o.Pp = None,
     cp_form: o.CpForm = None,
     cp_layout: o.CpLayout = None,
+    aux_weight: o.AuxWeight = 0.0,
+    bias_step: o.BiasStep = 0.0,
     sequence_parallel: o.SequenceParallel = False,
+    recompute: o.Recompute = None,
     schedule: o.ScheduleOption = None,
     model_chunks: o.ModelChunks = None,
     seq: o.Seq = None,
@@ -110,6 +113,9 @@ def train(
     async_save: o.AsyncSave = False,
     checkpoint_format: o.CheckpointFormat = "course",
     resume: o.Resume = False,
+    dry_run: o.DryRun = False,
+    cluster: o.ClusterOption = "dgx-h100",
+    record_values: o.RecordValues = None,
 ) -> None:
     """Train a GPT or a BERT; `HELP` is what --help says."""
     raise typer.Exit(run(context.params, context.obj))
@@ -117,8 +123,12 @@ def train(
 
 def run(options: dict[str, Any], arguments: Sequence[str]) -> int:
     """Train with these options of the command line; return the exit code."""
+    options = dict(options)
+    dry, cluster = options.pop("dry_run"), options.pop("cluster")
     try:
-        config, num_ranks = configure(dict(options))
+        config, num_ranks = configure(options, dry=dry)
+        if dry:
+            return _dry_run(config, num_ranks, cluster)
     except CourseError as error:
         return _refuse(str(error))
     try:
@@ -144,8 +154,21 @@ def run(options: dict[str, Any], arguments: Sequence[str]) -> int:
     return code
 
 
-def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
+def _dry_run(config: TrainConfig, num_ranks: int, cluster: str) -> int:
+    """Print what a step would hold and send, and how long the planner thinks it takes."""
+    from course_lib.planner.dry_run import predicted_text
+    from course_lib.train.dry_run import check_dry, dry_run, dry_text
+
+    check_dry(config)
+    time_of_step = predicted_text(config, num_ranks, cluster)  # an unknown cluster is told at once
+    print(dry_text(dry_run(config, num_ranks)), time_of_step, sep="\n")
+    return 0
+
+
+def configure(options: dict[str, Any], *, dry: bool = False) -> tuple[TrainConfig, int]:
     """Return the run that the options ask for, and the number of ranks.
+
+    dry   this machine need not be able to train it
 
     Raises: CourseError for what cannot be trained
     """
@@ -153,7 +176,7 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     positive("ranks", wanted)
     if started and wanted not in (None, started):
         raise CourseError(f"--ranks: need the {started} ranks that torchrun started; got {wanted}.")
-    mesh = _mesh(options)
+    mesh, options["ep"] = _mesh(options)
     options |= {axis: mesh.size(axis) for axis in ("pp", "cp", "tp")}
     num_ranks = started or wanted or mesh.world_size
     if "dp" in mesh.sizes and num_ranks != mesh.world_size:
@@ -178,19 +201,24 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
         options["seq"] = min(SEQ, options["model"].max_seq)
     usual = "ddp" if num_ranks > mesh.size("pp", "tp") else "single"
     options["strategy"] = options["strategy"] or usual
-    for path in ("out", "init"):
+    for path in ("out", "init", "record_values"):
         options[path] = str(options[path]) if options[path] else None
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
     config = TrainConfig(**options)
     config.check_ranks(num_ranks)
+    if dry:
+        return config, num_ranks
     config.check_memory(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     if not started:  # the ranks of torchrun first agree on whether they were restarted
         check_files(config, was_restarted())
     return config, num_ranks
 
 
-def _mesh(options: dict[str, Any]) -> Mesh:
-    """Return the mesh of --mesh, without dp where the number of ranks decides."""
+def _mesh(options: dict[str, Any]) -> tuple[Mesh, int]:
+    """Return the mesh of --mesh, without dp where the number of ranks decides, and ep.
+
+    ep is no axis of the ranks: it reuses those of dp and cp.
+    """
     text, old = options.pop("mesh"), {axis: options.pop(axis) for axis in ("tp", "pp")}
     if given := {axis: size for axis, size in old.items() if size is not None}:
         together = ",".join(f"{axis}={size}" for axis, size in given.items())
@@ -198,11 +226,8 @@ def _mesh(options: dict[str, Any]) -> Mesh:
             f"--{next(iter(given))}: need all axes in one option. Try --mesh {together}."
         )
     mesh = Mesh() if text is None else read_mesh(text)
-    if others := mesh.sizes.keys() - {"dp", "pp", "cp", "tp"}:
-        raise MeshError(
-            f"--mesh: need axes out of dp, pp, cp, tp; got {', '.join(sorted(others))}."
-        )
-    return mesh
+    axes = {axis: size for axis, size in mesh.sizes.items() if axis != "ep"}
+    return Mesh(**axes), mesh.size("ep")
 
 
 def _model(options: dict[str, Any]) -> ModelSpec:

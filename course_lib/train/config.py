@@ -33,6 +33,7 @@ DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2}
 SOURCES = ("synthetic", "shakespeare", "dialogues")
 CHECKPOINTS = "checkpoints"  # the folder in `out`
 CHECKPOINT_FORMATS = ("course", "dcp")
+RECOMPUTED = ("full", "selective")
 LR_DECAYS = ("cosine", "linear")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -51,8 +52,12 @@ class TrainConfig:
                   dp = ranks / (tp * pp * cp)
     cp_form       of attention over cp: "ring", "ulysses" or "all_gather"; None: ring
     cp_layout     of a sequence over cp: "contiguous", "zigzag" or "striped"; None: zigzag
+    ep            of the ranks of dp and cp, how many share the experts of a layer
+    aux_weight    weight of the auxiliary loss that keeps the load of the experts even
+    bias_step     how far a step moves the bias of each expert against the load; 0: not at all
     schedule      of the pipeline; None: 1f1b if there are stages
     model_chunks  per rank, for the interleaved schedule; None: 2, as the schedules in a V have
+    recompute     in backward: "full": every block, "selective": its attention; None: nothing
     micro_batch   sequences in one forward pass; None: the rank's whole share, or with pp 2 * pp
                   parts of it, of which the first get one sequence more if that is not even
     warmup        steps in which the learning rate grows linearly, from lr / warmup to lr
@@ -70,6 +75,7 @@ class TrainConfig:
     save_every    steps between two checkpoints; 0: none
     keep          checkpoints that stay; older ones are removed
     async_save    write a checkpoint while the training goes on
+    record_values folder for fingerprints of all activations, gradients and parameters; None: none
 
     Raises: CourseError for what cannot be trained
     """
@@ -87,9 +93,13 @@ class TrainConfig:
     cp: int = 1
     cp_form: str | None = None
     cp_layout: str | None = None
+    ep: int = 1
+    aux_weight: float = 0.0
+    bias_step: float = 0.0
     schedule: str | None = None
     model_chunks: int | None = None
     sequence_parallel: bool = False
+    recompute: str | None = None
     seq: int = 64
     optimizer: str = "adamw"
     lr: float | None = None
@@ -114,6 +124,7 @@ class TrainConfig:
     async_save: bool = False
     checkpoint_format: str = "course"
     resume: bool = False
+    record_values: str | None = None
 
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, tuple(LR))
@@ -125,13 +136,17 @@ class TrainConfig:
             object.__setattr__(self, "lr", LR[self.optimizer])
         for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib", "keep"):
             positive(name, getattr(self, name))
-        for name in ("tp", "pp", "cp", "model_chunks", "epochs", "clip_norm", "momentum"):
+        for name in ("tp", "pp", "cp", "ep", "model_chunks", "epochs", "clip_norm", "momentum"):
             positive(name, getattr(self, name))
         self._fill_in_schedule()
         self._fill_in_context()
+        if self.recompute is not None:
+            one_of("recompute", self.recompute, RECOMPUTED)
         if self.lr_decay is not None:
             one_of("lr-decay", self.lr_decay, LR_DECAYS)
         for name in ("every", "eval_every", "save_every", "seed", "dropout", "warmup"):
+            positive(name, getattr(self, name), or_zero=True)
+        for name in ("aux_weight", "bias_step"):
             positive(name, getattr(self, name), or_zero=True)
         if self.seed >= 2**63:
             raise CourseError(f"--seed: need a number below 2**63; got {self.seed}.")
@@ -241,6 +256,7 @@ class TrainConfig:
         """Return the settings on which the results depend: a resumed run must keep them."""
         spec = as_read_back({**asdict(model), "name": ""})  # as a checkpoint has it
         names = ["optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch"]
+        names += ["aux_weight", "bias_step"] * (model.experts is not None)
         names += ["clip_norm", "compute_dtype", "momentum", "warmup", "lr_decay"]
         names += ["steps"] * (self.lr_decay is not None)
         return {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
@@ -311,4 +327,10 @@ def parallelism_of(config: TrainConfig, num_ranks: int) -> Parallelism:
             f"{tp} * {pp} * {cp}. Try --ranks {near}."
         )
     dp, sequence_parallel = num_ranks // together, config.sequence_parallel
-    return Parallelism(dp=dp, tp=tp, pp=pp, cp=cp, sequence_parallel=sequence_parallel)
+    if dp * cp % config.ep:
+        raise MeshError(
+            f"--mesh: need ep as a divisor of dp * cp, whose ranks it reuses; got {config.ep} and "
+            f"{dp} * {cp}. Try ep={math.gcd(dp * cp, config.ep)}."
+        )
+    axes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": config.ep}
+    return Parallelism(**axes, sequence_parallel=sequence_parallel)

@@ -17,7 +17,9 @@ from course_lib.mesh.model_part import ModelPart
 from course_lib.models import right_and_asked, token_loss
 from course_lib.pipeline.actions import Schedule
 from course_lib.pipeline.engine import Pipeline
+from course_lib.pipeline.p2p import TensorMeta
 from course_lib.ranks.recorder import span
+from course_lib.ranks.world import is_dry
 from course_lib.tensor_parallel.cross_entropy import parallel_token_loss
 from course_lib.train.config import TrainConfig, schedule_of
 from course_lib.train.mesh import TrainMesh, placement_of
@@ -54,11 +56,19 @@ def make_passes(part: ModelPart[Wrapped], config: TrainConfig, mesh: TrainMesh) 
         return Passes(partial(_one_by_one, wrapped, loss_fn, config.masked), losses)
     schedule = schedule_of(config, config.num_micro_batches(mesh.size("dp")))
     late = wrapped.reduces_in_backward
-    pipeline = Pipeline(part.module, loss_fn, mesh.group("pp"), sums_tied=not late)
+    border = partial(_border, config) if is_dry() else None
+    pipeline = Pipeline(part.module, loss_fn, mesh.group("pp"), sums_tied=not late, border=border)
     return Passes(
         partial(_through_stages, wrapped, pipeline, schedule),
         partial(_forward_through_stages, pipeline, placement_of(config)),
     )
+
+
+def _border(config: TrainConfig, inputs: Tensor) -> TensorMeta:
+    """Return shape and dtype between two stages, for a dry run, in which no header arrives."""
+    seq = inputs.shape[1] // (config.tp if config.sequence_parallel else 1)
+    dtype = getattr(torch, config.compute_dtype or config.dtype)
+    return TensorMeta((len(inputs), seq, config.model.hidden), dtype)
 
 
 def _in_float32(mean: _LossFn, logits: Tensor, targets: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from course_lib.checkpoint.model_state import whole_shard
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import Shard
 from course_lib.fsdp.fsdp import FSDP
@@ -21,6 +22,7 @@ from course_lib.mesh.clip import clip_grad_norm_across, finish_over_axes, held_g
 from course_lib.mesh.model_part import ModelPart
 from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.models.storages import storage_bytes
+from course_lib.ranks.world import number_in
 from course_lib.tensor_parallel.state import HeldGrad
 from course_lib.train.config import TrainConfig
 from course_lib.train.muon import Muon
@@ -50,6 +52,9 @@ class OptimizerAdapter(Protocol):
 
     def clip(self, max_norm: float) -> float:
         """Scale the whole gradient so that its norm is at most max_norm; return it before."""
+
+    def grad_shards(self) -> dict[str, Shard]:
+        """Return what this rank has of the gradients, by their names in the whole model."""
 
     def step(self) -> None:
         """Update the parameters; afterwards every rank can compute with them."""
@@ -101,7 +106,16 @@ class PartAdapter:
 
     def clip(self, max_norm: float) -> float:
         """Clip by the norm of the whole gradient, over all axes of the mesh."""
-        return clip_grad_norm_across(self.part.module, self.mesh, max_norm).item()
+        return number_in(clip_grad_norm_across(self.part.module, self.mesh, max_norm))
+
+    def grad_shards(self) -> dict[str, Shard]:
+        """Return what this rank has of the gradients, by their names in the whole model."""
+        found: dict[str, Shard] = {}
+        for one in self._held():  # a parameter may be in several flat ones of ZeRO
+            place = self.part.places[one.param]
+            shard = place.to_whole(one.shard_of(one.grad))
+            found.setdefault(place.names[0], Shard(shard.shape)).pieces += shard.pieces
+        return found
 
     def step(self) -> None:
         """Update what this rank steps; afterwards every rank can compute with it."""
@@ -114,6 +128,10 @@ class PartAdapter:
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank by kind."""
         return state_bytes(self.part.module.parameters(), self.optimizer)
+
+    def weights(self) -> list[Tensor]:
+        """Return all tensors in whose memory this rank has parameters, also for a while."""
+        return list(self.part.module.parameters())
 
     def _held(self) -> list[HeldGrad]:
         return held_grads(self.part.module)
@@ -141,11 +159,18 @@ class ZeROAdapter(PartAdapter):
         """Clip by the norm of the whole gradient: the squares of all shards are summed."""
         scaled = [grad for one in self.engine.flat_params for grad in one.all_grads()]
         module, held = self.part.module, self._held()
-        return clip_grad_norm_across(module, self.mesh, max_norm, held, scaled=scaled).item()
+        norm = clip_grad_norm_across(module, self.mesh, max_norm, held, scaled=scaled)
+        return number_in(norm)
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank by kind."""
         return owned_bytes(self.engine)
+
+    def weights(self) -> list[Tensor]:
+        """Return the parameters, and the flat ones with this rank's shards of them."""
+        flats = self.engine.all_flat_params
+        whole = [param for param in super().weights() if param.numel()]  # not freed: no memory
+        return [*whole, *(x for one in flats for x in (one.flat, one.shard))]
 
     def _held(self) -> list[HeldGrad]:
         return [
@@ -176,13 +201,16 @@ class FSDPAdapter(PartAdapter):
     def clip(self, max_norm: float) -> float:
         """Clip by the norm of the whole gradient: the squares of all shards are summed."""
         module, held = self.part.module, self._held()
-        return clip_grad_norm_across(module, self.mesh, max_norm, held).item()
+        return number_in(clip_grad_norm_across(module, self.mesh, max_norm, held))
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes by kind; a unit's gathered parameters count while they are allocated."""
-        groups = [group for model in self.models for group in model.param_groups]
-        found = super().state_bytes()
-        return found | {"params": found["params"] + storage_bytes(group.whole for group in groups)}
+        return super().state_bytes() | {"params": storage_bytes(self.weights())}
+
+    def weights(self) -> list[Tensor]:
+        """Return the shards, and the memory in which units are gathered."""
+        groups = (group for model in self.models for group in model.param_groups)
+        return [*super().weights(), *(group.whole for group in groups)]
 
     def _held(self) -> list[HeldGrad]:
         shard_of = self.part.shard_of
@@ -206,6 +234,11 @@ class TorchFSDPAdapter:
         """Clip by the norm of the whole gradient, which DTensors compute."""
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         return float(norm.full_tensor())
+
+    def grad_shards(self) -> dict[str, Shard]:
+        """Return the shards of the gradients, which are DTensors."""
+        named = self.model.named_parameters()
+        return {name: whole_shard(param.grad) for name, param in named if param.grad is not None}
 
     def step(self) -> None:
         """Update the shards; the next forward gathers them."""
@@ -239,6 +272,10 @@ class FrameworkAdapter:
     def clip(self, max_norm: float) -> float:
         """Refuse to clip; the settings do not allow it. Raises: CourseError"""
         raise CourseError(f"{self.engine.name}: need no clipping; got {max_norm}.")
+
+    def grad_shards(self) -> dict[str, Shard]:
+        """Return nothing: the settings allow no recording."""
+        return {}
 
     def step(self) -> None:
         """Run the framework's own update."""

@@ -6,7 +6,13 @@ from typing import Annotated
 import typer
 
 from course_lib.context_parallel.layouts import LAYOUTS
-from course_lib.train.config import CHECKPOINT_FORMATS, CP_FORMS, LR_DECAYS, SCHEDULES
+from course_lib.train.config import (
+    CHECKPOINT_FORMATS,
+    CP_FORMS,
+    LR_DECAYS,
+    RECOMPUTED,
+    SCHEDULES,
+)
 from course_lib.train.strategies import COPIES, FRAMEWORKS, SHARDS
 
 StrategyOption = Annotated[
@@ -35,7 +41,7 @@ Init = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="A GPT: tiny (the default), small, gpt2-char, study-10m, another preset, or the path "
+        help="A GPT: tiny (the default), small, moe-tiny, gpt2-char, study-10m, another preset, or the path "
         "of a config.json. A BERT: bert-tiny or bert-dialogues."
     ),
 ]
@@ -77,7 +83,8 @@ MeshOption = Annotated[
     typer.Option(
         help="Sizes of the axes, such as dp=2,pp=2,tp=2: copies of the model (or shards of them, "
         "with zero1 to zero3 and fsdp), pipeline stages, ranks that split every layer, and "
-        "cp=2: ranks that split every sequence. Without dp: as many copies as --ranks gives."
+        "cp=2: ranks that split every sequence. ep=2: of the ranks of dp and cp, how many share the "
+        "experts of a layer. Without dp: as many copies as --ranks gives."
     ),
 ]
 CpForm = Annotated[
@@ -91,10 +98,28 @@ CpLayout = Annotated[
         "has early and late ones."
     ),
 ]
+AuxWeight = Annotated[
+    float,
+    typer.Option(help="With experts: weight of the auxiliary loss that evens their load; 0: none."),
+]
+BiasStep = Annotated[
+    float,
+    typer.Option(
+        help="With experts whose router has sigmoids: how far a step moves each bias against the "
+        "load; 0: not at all."
+    ),
+]
 Tp = Annotated[int | None, typer.Option(hidden=True)]
 Pp = Annotated[int | None, typer.Option(hidden=True)]
 SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel", help="With tp: also split norms and dropout.")
+]
+Recompute = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{' or '.join(RECOMPUTED)}: save only the input of each block, or all but its "
+        "attention, and compute the rest again in backward."
+    ),
 ]
 ScheduleOption = Annotated[
     str | None, typer.Option(help=f"With pp: {', '.join(SCHEDULES)}. Default: 1f1b.")
@@ -157,6 +182,20 @@ EvalOnly = Annotated[
     bool,
     typer.Option("--eval-only", help="Only a validation loss: with --init, or with --resume."),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Train nothing: print what a rank would hold and send in a step, and the time that "
+        "the planner predicts. For any number of ranks; no checkpoint is read or written.",
+    ),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster", help="Of --dry-run: the planner's profile of a cluster, or its file."
+    ),
+]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder for run records and checkpoints, such as runs/NAME.")
 ]
@@ -166,6 +205,14 @@ ProfiledSteps = Annotated[
         metavar="STEPS",
         help="Steps, such as 3 or 3-5, that PyTorch's profiler records on every rank: traces in "
         "--out, under profile.",
+    ),
+]
+RecordValues = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Record fingerprints of all activations, gradients and parameters of every step in a "
+        "new folder, for course diff. For small models.",
     ),
 ]
 SaveEvery = Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")]

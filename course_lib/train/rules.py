@@ -14,6 +14,8 @@ from course_lib.core.layers import layers
 
 COMPUTE_DTYPES = ("bfloat16",)
 NOT_OVER_TOKENS = ("deepspeed", "accelerate", "lightning", "megatron")
+OVER_EXPERTS = ("single", "naive-dp", "ddp", "zero1", "zero2", "zero3", "fsdp")
+OVER_EXPERTS += ("zero1-offload", "zero2-offload", "zero3-offload")
 WHOLE = ("single", "naive-dp", "ddp", "torch-ddp")  # strategies that copy the model
 ONE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")  # schedules that do not split it
 
@@ -62,6 +64,7 @@ def check_split(config: Any) -> None:
     _check_tensors(config)
     _check_stages(config)
     _check_context(config)
+    _check_experts(config)
     if config.strategy == "torch-ddp" and config.pp > 1:
         raise MeshError(
             "--strategy torch-ddp: need pp=1, as it sends gradients with the first backward "
@@ -146,6 +149,35 @@ def _check_context(config: Any) -> None:
         )
 
 
+def _check_experts(config: Any) -> None:
+    """Check what experts cannot be together with."""
+    model, name, ep = config.model, config.strategy, config.ep
+    needs = {
+        "--mesh: need ep=1 for a dense model": ep > 1 and model.experts is None,
+        "--aux-weight, --bias-step: need 0 for a dense model": (
+            (config.aux_weight or config.bias_step) and model.experts is None
+        ),
+    }
+    if model.experts is not None:
+        needs |= {
+            f"--mesh: need the {model.experts.count} experts divisible by ep": (
+                model.experts.count % ep
+            ),
+            f"--strategy {name}: need ep=1, as it knows no experts that fewer ranks hold": (
+                ep > 1 and name not in OVER_EXPERTS
+            ),
+            "--strategy megatron: need a dense model": name == "megatron",
+            "--sequence-parallel: need a dense model": config.sequence_parallel,
+            "--optimizer muon: need ep=1": config.optimizer == "muon" and ep > 1,
+            "--bias-step: need a router of sigmoids": (
+                config.bias_step and model.experts.router != "sigmoid"
+            ),
+        }
+    for need, is_broken in needs.items():
+        if is_broken:
+            raise CourseError(f"{need}; got model {model.name} and ep={ep}. Try docs/training.md.")
+
+
 def check_fits(config: Any) -> None:
     """Check that the options fit each other. Raises: CourseError or MeshError"""
     name = config.strategy
@@ -161,6 +193,11 @@ def check_fits(config: Any) -> None:
         raise CourseError(
             "--optimizer muon: need ranks that hold whole matrices, as a step is a product of them "
             f"with themselves; got {got}. Try --strategy ddp, with dp and pp."
+        )
+    if config.recompute and config.schedule not in (None, *ONE_BACKWARD):
+        raise CourseError(
+            f"--recompute: need --schedule {' or '.join(ONE_BACKWARD)}, as a backward in two parts "
+            f"would compute everything twice; got {config.schedule}. Try --schedule 1f1b."
         )
     if config.pp > 1:
         _check_sharded_stages(config)
@@ -221,7 +258,7 @@ def _check_framework(config: Any) -> None:
         )
     given = {"--clip-norm": config.clip_norm, "--warmup": config.warmup}
     given |= {"--lr-decay": config.lr_decay, "--eval-every": config.eval_every}
-    given |= {"--eval-only": config.eval_only}
+    given |= {"--eval-only": config.eval_only, "--record-values": config.record_values}
     if option := next((option for option, value in given.items() if value), ""):
         raise CourseError(
             f"{option}: need a strategy of the course or of PyTorch; got {name}. "
@@ -241,6 +278,7 @@ def _check_megatron(config: Any) -> None:
         "--dtype": (config.dtype, ("float32", "float64")),
         "--dropout": (config.dropout, (0,)),
         "--schedule": (config.schedule, (None, "1f1b", "interleaved")),
+        "--recompute": (config.recompute, (None,)),
     }
     for option, (given, possible) in wanted.items():
         if given not in possible:

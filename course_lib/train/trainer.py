@@ -9,7 +9,8 @@ and any number of micro-batches give the step of one rank with the whole batch.
 """
 
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,17 +26,21 @@ from course_lib.checkpoint.from_hub import load_hugging_face
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.core.specs import ModelSpec
+from course_lib.debugging.recording import Recording
+from course_lib.expert_parallel import expert_groups, parallelize_experts
 from course_lib.mesh.model_part import apply_methods
 from course_lib.models import BERT, GPT
 from course_lib.models.data import mixed_seed
 from course_lib.ranks.launch import common_zero_s
 from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.recorder import current_recorder, span
-from course_lib.ranks.world import rank_device
+from course_lib.ranks.world import is_dry, rank_device
+from course_lib.recompute.activations import recompute_full, recompute_selective
 from course_lib.train.checkpoint import LOCK_S, RunCheckpoints, forget_records, lock_folder
 from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of, was_restarted
 from course_lib.train.data import Batch, open_data, steps_of_an_epoch
 from course_lib.train.evaluation import validation_loss
+from course_lib.train.experts import RoutedLayers
 from course_lib.train.forward_backward import make_passes
 from course_lib.train.mesh import TrainMesh, placement_of
 from course_lib.train.metrics import LOOK, Metrics
@@ -46,6 +51,8 @@ from course_lib.train.progress import Progress, ProgressBar
 from course_lib.train.rules import check_profiled_steps, profiled_steps
 from course_lib.train.run_folder import check_files
 from course_lib.train.strategies import STRATEGIES, over_tokens
+
+RECOMPUTE = {"full": recompute_full, "selective": recompute_selective}
 
 
 def train(rank: int, config: TrainConfig) -> RunRecord:
@@ -79,21 +86,35 @@ class Trainer:
         run = config.plain(self.spec, self.data.identity, self.dp) | {"steps_an_epoch": per_epoch}
         self.record = RunRecord(rank, world_size, run)
         self.metrics = Metrics(self.record, self.mesh.num_copies, config.lr)
+        whole = self._whole_model()
+        self.routed = RoutedLayers(whole)
         self.part = apply_methods(
-            self._whole_model(),
+            whole,
             self.mesh,
             lambda module, group: STRATEGIES[config.strategy](module, config, group),
             over_cp=partial(over_tokens, config=config),
+            over_ep=self._over_ep(),
             splits=config.strategy != "megatron",
             sequence_parallel=config.sequence_parallel,
+            recompute=RECOMPUTE.get(config.recompute or ""),
             placement=placement_of(config),
         )
         self.model, self.wrapped = self.part.module, self.part.wrapped
+        self.routed.keep(self.model)
         self.adapter = (self.wrapped.adapter or PartAdapter)(self.part, self.mesh, config)
-        self.progress = Progress()
+        self.progress, self._zero_s = Progress(), 0.0
         self._open_folder()
         self._pass, self._losses = make_passes(self.part, config, self.mesh)
         self._first = self.progress.step
+        self.recording: Recording | None = None
+        if config.record_values:
+            from_all(self._open_recording, None)
+
+    def _over_ep(self) -> Callable[[GPT], object] | None:
+        """Return what divides the experts; None where every rank has all of them."""
+        if self.config.ep == 1:
+            return None
+        return partial(parallelize_experts, group=expert_groups(self.mesh, self.config.ep))
 
     def _spec(self, config: TrainConfig) -> ModelSpec:
         """Return the model with the vocabulary of the data. Raises: CourseError for a read one"""
@@ -109,8 +130,9 @@ class Trainer:
     def _whole_model(self) -> GPT | BERT:
         torch.manual_seed(self.config.seed)
         kind: type[GPT] | type[BERT] = BERT if self.config.masked else GPT
-        model = kind(self.spec, dropout=self.config.dropout)
-        if self.config.init:
+        with self.device if self.device.type == "meta" else nullcontext():
+            model = kind(self.spec, dropout=self.config.dropout)
+        if self.config.init and not is_dry():
             model.load_state_dict(load_hugging_face(Path(self.config.init))[1])
         return model.to(self.device, getattr(torch, self.config.dtype))
 
@@ -125,6 +147,7 @@ class Trainer:
             self._lock,
             self._preemption as preemption,
             self._profiler as profiler,
+            closing(self.recording) if self.recording else nullcontext(),
             ProgressBar(self.progress, self.config.steps, every) as bar,
         ):
             if self.config.eval_only:
@@ -134,7 +157,7 @@ class Trainer:
             while not is_over:
                 preemption.ask()
                 with profiler.step(self.progress.step):
-                    self._step()
+                    self.step()
                 bar.step()
                 if self._is_time(self.config.every):
                     bar.loss(*self.metrics.sum_losses(is_unread=bar.is_unread))
@@ -160,7 +183,8 @@ class Trainer:
         if config.every and self.rank == 0:
             bar.say(f"step {self.progress.step}  validation loss {loss:.4f}")
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Train on the next batch; what the step computed is in the record."""
         n, config = self.progress.step, self.config
         self.metrics.forget_old_events()
         start_s = time.perf_counter()
@@ -173,26 +197,35 @@ class Trainer:
             for group in self.adapter.optimizer.param_groups if self.adapter.optimizer else ():
                 group["lr"] = config.lr_at(n)
             self.adapter.step()
+        if self.recording:
+            self.recording.step_done()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.progress.step_done(config.global_batch * config.seq)
         num_tokens = self.mesh.part_of(batch[0]).numel() * self.mesh.reports
         times = {"start_s": start_s - self._zero_s, "end_s": time.perf_counter() - self._zero_s}
         more = times if norm is None else times | {"grad_norm": norm}
+        if loads := self.routed.end(self.mesh.copies, config.bias_step):
+            more |= {"tokens_per_expert": loads}
         self.metrics.step_done(found, step=n, num_tokens=num_tokens, **more)
 
     def _gradients(self, batch: Batch) -> Tensor:
         """Compute the whole batch's gradient; return its three sums (`Passes`)."""
         count = self.config.num_micro_batches(self.dp)
-        part = tuple(self.mesh.part_of(tensor).to(self.device) for tensor in batch)
-        micro_batches = split_micro_batches(part, count)
-        copies = self.mesh.num_copies
+        own = tuple(self.mesh.part_of(tensor) for tensor in batch)
+        micro_batches, copies = split_micro_batches(own, count), self.mesh.num_copies
         shares = [by_tokens(asked, batch[1]) * copies for _, asked in micro_batches]
+        micro_batches = [tuple(x.to(self.device) for x in part) for part in micro_batches]
+        self.routed.begin(self.config.aux_weight, shares)
         found = self._pass(micro_batches, shares)
         if self.progress.step + 1 == self.config.steps:
             self.metrics.note_memory(self.adapter.state_bytes())
+        if self.recording and self.mesh.num_copies == 1 and not self.wrapped.reduces_in_backward:
+            self.recording.gradients(self.adapter.grad_shards(), local=True)
         self.wrapped.finish()
         self.adapter.finish()
+        if self.recording:
+            self.recording.gradients(self.adapter.grad_shards())
         return found if self.mesh.reports else torch.zeros_like(found)
 
     def _draws(self) -> int:
@@ -235,6 +268,17 @@ class Trainer:
         if config.profile:
             from_all(profiler.check_path, None)
         return profiler
+
+    def _open_recording(self) -> None:
+        """Begin to record values. Raises: CourseError for a folder that has some"""
+        mesh = self.mesh
+        self.recording = Recording(
+            self.model,
+            str(self.config.record_values),
+            model=self.adapter.state()["model"],
+            axes={axis: (mesh.index(axis), mesh.size(axis)) for axis in mesh.mesh.sizes},
+            first_step=self.progress.step,
+        )
 
     def _hold(self, lock: BinaryIO) -> None:
         self._lock.enter_context(lock)

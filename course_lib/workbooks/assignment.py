@@ -15,7 +15,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from course_lib.checks.exercise import Check, Exercise, exercises_of, find_exerc
 from course_lib.checks.right_answer import SETTINGS, seed_of
 from course_lib.core import CourseError
 from course_lib.core.files import read_text, write_whole
+from course_lib.workbooks.late_rule import LateRule
 from course_lib.workbooks.lessons import Lesson
 
 NAME = re.compile(r"[a-z][a-z0-9]*")
@@ -42,6 +43,8 @@ class Assignment:
     seeded   each student has some cases of their own
     kit      the version of the course that it was made with
     student  whose copy it is; empty: the instructor's, or everybody's
+    parts    by key the points of an exercise's parts (course_lib.checks.parts), where it has some
+    late     what is taken off for late work; None: nothing
 
     Raises: CourseError for values that cannot be used
     """
@@ -53,6 +56,8 @@ class Assignment:
     seeded: bool = False
     kit: str = ""
     student: str = ""
+    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    late: LateRule | None = None
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -73,6 +78,16 @@ class Assignment:
                 raise CourseError(f"{self.name}: need keys like collectives-2; got {key!r}.")
             if not (math.isfinite(points) and points >= 0):
                 raise CourseError(f"{self.name}: need points of 0 or more for {key}; got {points}.")
+        for key, parts in self.parts.items():
+            if not all(math.isfinite(points) and points >= 0 for points in parts.values()):
+                raise CourseError(f"{self.name}: need points of 0 or more for the parts of {key}.")
+            if not math.isclose(math.fsum(parts.values()), self.points[key]):
+                raise CourseError(
+                    f"{self.name}: need parts of {key} that add up to its {number(self.points[key])} "
+                    f"points; got {number(math.fsum(parts.values()))}."
+                )
+        if self.late and not self.due:
+            raise CourseError(f"{self.name}: need a due time for the rule on late work; got none.")
         keys = [key for key, _ in self.items]
         if twice := {key for key in keys if keys.count(key) > 1}:
             raise CourseError(
@@ -134,13 +149,19 @@ def to_toml(assignment: Assignment) -> str:
         f"kit = {_quoted(assignment.kit)}  # the version of the course",
         *([f"student = {_quoted(assignment.student)}"] if assignment.student else []),
         "items = [",
-        *(
-            f"  {{ key = {_quoted(key)}, points = {number(points)} }},"
-            for key, points in assignment.items
-        ),
+        *(_item_line(assignment, key, points) for key, points in assignment.items),
         "]",
+        *([assignment.late.to_toml()] if assignment.late else []),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _item_line(assignment: Assignment, key: str, points: float) -> str:
+    words = [f"key = {_quoted(key)}", f"points = {number(points)}"]
+    if parts := assignment.parts.get(key):
+        own = (f"{_quoted(name)} = {number(value)}" for name, value in parts.items())
+        words.append(f"parts = {{ {', '.join(own)} }}")
+    return f"  {{ {', '.join(words)} }},"
 
 
 def _quoted(text: str) -> str:
@@ -184,14 +205,17 @@ def _from_table(found: Mapping[str, Any]) -> Assignment:
     if values["due"] and values["due"].tzinfo is None:
         values["due"] = values["due"].astimezone()
     pairs = tuple((item["key"], float(item["points"])) for item in items)
-    return Assignment(**values, items=pairs)
+    parts = {item["key"]: item["parts"] for item in items if "parts" in item}
+    late = LateRule.from_table(found["late"]) if "late" in found else None
+    return Assignment(**values, items=pairs, parts=parts, late=late)
 
 
 def _is_item(item: Any) -> bool:
     if not isinstance(item, dict) or not isinstance(item.get("key"), str):
         return False
-    points = item.get("points")
-    return isinstance(points, int | float) and not isinstance(points, bool)
+    parts = item.get("parts", {})
+    numbers = [item.get("points"), *(parts.values() if isinstance(parts, dict) else [None])]
+    return all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers)
 
 
 def write_assignment(assignment: Assignment, folder: Path) -> None:

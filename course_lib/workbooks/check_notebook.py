@@ -5,7 +5,8 @@ every expected output comes from the solved notebook, so neither saved outputs n
 can pass for an answer. It runs the learner's code; it is no sandbox.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nbformat import NotebookNode
@@ -41,13 +42,15 @@ class Verdict:
 
     `status` is one of right, wrong, not done, missing, twice, not judged; `detail` says why in a
     few lines; `note` tells of a check cell that was changed. Who passes the clock's limit is not
-    judged: it may be the machine.
+    judged: it may be the machine. `parts` has what a wrong answer has reached by parts, where these
+    have points (course_lib.checks.parts).
     """
 
     key: str
     status: str
     detail: str = ""
     note: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

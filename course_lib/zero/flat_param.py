@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.collectives.group import Group
+from course_lib.collectives.group import Group, group_of
 from course_lib.core.call_names import call_for
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
@@ -70,6 +70,7 @@ class FlatParam(NotCopied):
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group) -> None:
         self.names, self.params = [name for name, _ in named], [param for _, param in named]
+        group = group_of(self.params[0], group)
         self.group, self.p, rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.layout = FlatLayout.of(self.params, self.p)
         self.shard_slice, self.pieces = self.layout.shard_slice(rank), self.layout.pieces(rank)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from course_lib.collectives.coalesced import group_alike
-from course_lib.collectives.group import Group, member_of
+from course_lib.collectives.group import Group, member_of, sources_of
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import InWhole, ParamShard
 from course_lib.data_parallel.composition import (
@@ -230,6 +230,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
             values = {"master": master} if flat_param.has_fp32_master else {}
             values |= self.inner.state.get(master, {})
             mine[number] = (piece.start, {key: on_host(value) for key, value in values.items()})
+        self._need_one_group("full_state_dict")
         shards: list[Any] = [None] * dist.get_world_size(self.process_group)
         dist.all_gather_object(shards, mine, group=self.process_group)
         shapes = {
@@ -250,6 +251,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `full_state_dict()` of any world size, or the state of the plain optimizer."""
+        self._need_one_group("load_full_state_dict")
         where = "ShardedOptimizer.load_full_state_dict"
         need_keys(state_dict, ("state", "param_groups"), where, "optimizer.full_state_dict()")
         numbers = [[*group["params"]] for group in state_dict["param_groups"]]
@@ -322,6 +324,14 @@ class ShardedOptimizer(NotCopied, Optimizer):
         for flat_param in self.flat_params:
             for piece, master in zip(flat_param.pieces, flat_param.masters, strict=True):
                 yield number_of[id(flat_param), piece.index], flat_param, piece, master
+
+    def _need_one_group(self, method: str) -> None:
+        """Check that all ranks hold the same parameters, which is what a full state has."""
+        if any(sources_of(param) for one in self.flat_params for param in one.params):
+            raise CourseError(
+                f"ShardedOptimizer.{method}: need the same parameters on all ranks; got experts "
+                "that are divided over them. Try course_lib.checkpoint."
+            )
 
     def _load_settings(self, groups: list[dict[str, Any]]) -> None:
         """Copy learning rate and other settings from saved parameter groups."""

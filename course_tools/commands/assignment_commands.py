@@ -8,6 +8,7 @@ from rich.console import Console
 
 from course_lib.core import CourseError
 from course_lib.jobs.site_commands import plain_table
+from course_tools.commands.export_command import export
 
 assignment_app = typer.Typer(
     help="Compose an assignment from exercises, and hand it out.",
@@ -131,6 +132,7 @@ def release(
 
 def show(name: AssignmentName) -> None:
     """Show an assignment: its exercises, points, due time and hidden cases."""
+    from course_lib.checks.exercise import find_exercise
     from course_lib.checks.right_answer import at_work_in
     from course_lib.workbooks.assignment import (
         find_assignment,
@@ -139,16 +141,24 @@ def show(name: AssignmentName) -> None:
         read_assignment,
     )
     from course_tools.grading.compose import buildable
+    from course_tools.grading.part_points import demand_parts, part_names
     from course_tools.grading.release import stale_notebooks
 
     folder = find_assignment(name)
     assignment, lesson = read_assignment(folder), buildable(folder)
     with at_work_in(folder):
         hidden = hidden_exercises(folder)
-    table = plain_table("exercise", "points", "")
+        demand_parts(assignment, hidden)
+        parts = {key: part_names(find_exercise(key), hidden) for key in assignment.keys}
+    table = plain_table("exercise", "points", "parts", "")
     for key, points in assignment.items:
-        table.add_row(key, number(points), "and hidden cases" if key in hidden else "")
+        given = assignment.parts.get(key, {})
+        names = ", ".join(f"{one} {number(given[one])}" if given else one for one in parts[key])
+        table.add_row(key, number(points), names, "and hidden cases" if key in hidden else "")
     print(f"{assignment.title}, {folder}, due {assignment.due or 'at no time'}")
+    if late := assignment.late:
+        grace = f"{late.grace_minutes:g} minutes of grace"
+        print(f"late: {late.per_day:g} % a day, at most {late.most:g} %, {grace}")
     print("Each student has cases of their own.\n" if assignment.seeded else "")
     Console().print(table)
     for sentence in stale_notebooks(lesson):
@@ -191,7 +201,7 @@ def new_exercise(
 
 def add_assignment_commands(app: typer.Typer) -> None:
     """Add all commands of this file to the command line."""
-    for command in (new, release, show):
+    for command in (new, release, show, export):
         assignment_app.command()(command)
     app.add_typer(assignment_app, name="assignment")
     app.command()(new_exercise)

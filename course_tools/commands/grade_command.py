@@ -88,7 +88,7 @@ def grade(
     if sandbox.trusts:
         print(WARNING, file=sys.stderr)
     num_jobs = jobs or class_run.num_jobs()
-    with Gradebook(out, task.points) as book:
+    with Gradebook(out, task.points, task.assignment) as book:
         with (
             _stopped_by_ctrl_c(sandbox, book, len(submissions)),
             class_run.graders(task, sandbox, num_jobs, timeout_s) as made,
@@ -101,6 +101,9 @@ def grade(
     unknown = sorted(book.by_hand.keys() - {graded.student for graded in book.rows})
     _name_students(f"Not in {students}", strangers)
     _name_students("In by_hand.csv, and without a row", unknown)
+    if book.late:
+        here = (graded.student for graded in book.rows if graded.is_handed_in)
+        _name_students("Counted as on time: not in times.csv", book.late.without_time(here))
     print(f"\n{book.folder / 'gradebook.csv'}, feedback for each student, and {overview}")
     raise typer.Exit(0 if all(map(_is_settled(task), book.rows)) else 1)
 

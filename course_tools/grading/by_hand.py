@@ -1,7 +1,8 @@
 """Points and comments that a person gives, in a file that the course reads and never changes.
 
 `by_hand.csv` stands beside the gradebook, a line each: student, exercise, points, comment. Without
-an exercise a line is a comment on all of it.
+an exercise a line is a comment on all of it; with `late` in its place, its points are the days that
+count as late.
 """
 
 import csv
@@ -16,6 +17,7 @@ from course_lib.core.files import read_text, write_result
 
 BY_HAND = "by_hand.csv"
 COLUMNS = ("student", "exercise", "points", "comment")
+LATE = "late"  # in the place of an exercise
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,13 @@ def read_by_hand(folder: Path, keys: Iterable[str]) -> ByHand:
     path = folder / BY_HAND
     if not path.exists():
         write_result(path, ",".join(COLUMNS) + "\n")
-    text = read_text(path, "points and comments by hand").removeprefix("\N{BYTE ORDER MARK}")
-    first = text.partition("\n")[0]
-    separator = max(",;\t", key=first.count)  # a spreadsheet may have chosen another one
-    rows = csv.DictReader(text.splitlines(keepends=True), delimiter=separator)
+    rows = read_table(path, "points and comments by hand")
     if missing := set(COLUMNS) - set(rows.fieldnames or ()):
         raise CourseError(
             f"{path}: need the columns {', '.join(COLUMNS)}; these are missing: "
             f"{', '.join(sorted(missing))}."
         )
-    found, known = defaultdict[str, dict[str, Hand]](dict), set(keys)
+    found, known = defaultdict[str, dict[str, Hand]](dict), {*keys, LATE}
     for row in rows:
         student, key, points, comment = ((row[name] or "").strip() for name in COLUMNS)
         if not (student or key or points or comment):
@@ -61,6 +60,16 @@ def read_by_hand(folder: Path, keys: Iterable[str]) -> ByHand:
             raise CourseError(f"{where}: need one line for {student}, {key or 'all of it'}; got 2.")
         found[student][key] = Hand(_number(points, where) if points else None, comment)
     return found
+
+
+def read_table(path: Path, what: str) -> "csv.DictReader[str]":
+    """Return the rows of a CSV file, whichever separator a spreadsheet has chosen.
+
+    Raises: CourseError where it cannot be read
+    """
+    text = read_text(path, what).removeprefix("\N{BYTE ORDER MARK}")
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    return csv.DictReader(text.splitlines(keepends=True), delimiter=separator)
 
 
 def _number(text: str, where: str) -> float:

@@ -155,6 +155,7 @@ def _one_file(graded: Graded, points: Mapping[str, float]) -> Iterator[str]:
         yield "<p>Please talk to your instructor, who can grade it again.</p>"
     else:
         yield f'<p class="score">{reached} of {out_of} points{later}</p>'
+        yield f"<p>{line(str(graded.late))}</p>" if graded.late.days else ""
         found = {verdict.key: verdict for verdict in graded.verdicts}
         shown = [
             replace(found.get(key, Verdict(key=key, status="")), status=graded.status(key))

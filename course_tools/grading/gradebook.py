@@ -7,6 +7,7 @@ and made harmless for spreadsheets, so that a table is never more than its rows 
 import csv
 import fcntl
 import io
+import json
 import math
 import os
 import threading
@@ -20,10 +21,13 @@ from xml.etree import ElementTree
 from course_lib.core import CourseError
 from course_lib.core.files import check_result_path, write_result
 from course_lib.core.plain_text import csv_field, cut, one_line, printable
+from course_lib.workbooks.assignment import Assignment
 from course_tools.grading.by_hand import read_by_hand
 from course_tools.grading.graded import Graded
+from course_tools.grading.late_work import ON_TIME, late_work
 
 GRADEBOOK, EXERCISES, JUNIT = "gradebook.csv", "exercises.csv", "junit.xml"
+RESULTS = "results.json"
 STATE, LOCK = ".graded.jsonl", ".lock"
 
 
@@ -32,19 +36,23 @@ class Gradebook:
 
     `points` are the points of each exercise of the assignment, by key, in its order. Each
     submission is given to `add`, also one that an earlier run has judged (`known`). Points and
-    comments by hand are read from the folder, and are in every row.
+    comments by hand are read from the folder, and are in every row; so are the times of late work,
+    where the `assignment` has a rule for it.
 
     Raises: CourseError where the folder or a file in it cannot be written, while another run
         writes into the folder, and for a line by hand that cannot be meant
     """
 
-    def __init__(self, folder: Path, points: Mapping[str, float]) -> None:
-        self.folder, self.points = folder, dict(points)
-        for name in (GRADEBOOK, EXERCISES, JUNIT, STATE):
+    def __init__(
+        self, folder: Path, points: Mapping[str, float], assignment: Assignment | None = None
+    ) -> None:
+        self.folder, self.points, self.assignment = folder, dict(points), assignment
+        for name in (GRADEBOOK, EXERCISES, JUNIT, RESULTS, STATE):
             check_result_path(folder / name)
         self._lock_file = _only_one_in(folder)
         try:
             self.by_hand = read_by_hand(folder, points)
+            self.late = late_work(assignment, folder) if assignment else None
         except CourseError:
             self._lock_file.close()
             raise
@@ -102,9 +110,17 @@ class Gradebook:
             write_result(self.folder / GRADEBOOK, csv_text([self._header(), *map(self._row, rows)]))
             write_result(self.folder / EXERCISES, csv_text(self._exercise_rows(rows)))
             write_result(self.folder / JUNIT, junit_text(rows))
+            write_result(self.folder / RESULTS, self._as_json(rows))
 
     def _with_hand(self, graded: Graded) -> Graded:
-        return replace(graded, hand=self.by_hand.get(graded.student, {}))
+        late = self.late.of(graded.student, self.by_hand) if self.late else ON_TIME
+        return replace(graded, hand=self.by_hand.get(graded.student, {}), late=late)
+
+    def _as_json(self, rows: Iterable[Graded]) -> str:
+        """Return all that is known of the class, for what reads it later."""
+        title = self.assignment.title if self.assignment else ""
+        found = [json.loads(one.to_line()) | {"total": one.total(self.points)} for one in rows]
+        return json.dumps({"title": title, "points": self.points, "rows": found}, indent=1) + "\n"
 
     def _header(self) -> list[str]:
         keys = [name for key in self.points for name in (key, f"{key} status")]
@@ -119,6 +135,7 @@ class Gradebook:
             cells += [self._points(graded, key), graded.status(key)]
         notes = [f"{one.key}: {one.note}" for one in graded.verdicts if one.note]
         notes += [_given(graded, key) for key in graded.hand]
+        notes += [f"{graded.late}."] if graded.late.days else []
         return [
             *cells,
             " ".join(filter(None, [graded.problem, *notes, *graded.notes])),

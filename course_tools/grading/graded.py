@@ -10,6 +10,7 @@ from course_lib.core import CourseError
 from course_lib.core.files import not_one, parse_json
 from course_lib.workbooks.check_notebook import Verdict
 from course_tools.grading.by_hand import Hand
+from course_tools.grading.late_work import ON_TIME, Late
 
 STATUSES = ("right", "wrong", "not done", "missing", "twice", "not judged")
 NEED = "one graded submission"
@@ -24,6 +25,7 @@ class Graded:
     problem  why the whole file was not judged ("not judged: ..."), else empty
     code     the learner's text of each exercise, for the similarity report
     hand     what a person gave, by exercise ("": all of it); it is kept in a file of its own
+    late     what is taken off for late work, from a file of its own, too
     """
 
     student: str
@@ -36,6 +38,7 @@ class Graded:
     problem: str = ""
     code: Mapping[str, str] = field(default_factory=dict)
     hand: Mapping[str, Hand] = field(default_factory=dict)
+    late: Late = ON_TIME
 
     @property
     def is_handed_in(self) -> bool:
@@ -61,15 +64,22 @@ class Graded:
         return self.status(key) == "not judged" and self.points_by_hand(key) is None
 
     def points_of(self, key: str, by_key: Mapping[str, float]) -> float:
-        """Return the points of one exercise: those by hand, else all where it is right, or none."""
+        """Return the points of one exercise: those by hand, else all where it is right.
+
+        A wrong answer has those of its parts, where these have some.
+        """
         by_hand = self.points_by_hand(key)
         if by_hand is not None:
             return by_hand
-        return by_key[key] if self.status(key) == "right" else 0.0
+        if self.status(key) != "wrong":
+            return by_key[key] if self.status(key) == "right" else 0.0
+        own = next(one for one in self.verdicts if one.key == key)
+        return math.fsum(own.parts.values())
 
     def points(self, by_key: Mapping[str, float]) -> float:
-        """Return the sum of the points of all exercises of the assignment."""
-        return math.fsum(self.points_of(key, by_key) for key in by_key)
+        """Return the points of all exercises of the assignment, without those for late work."""
+        reached = math.fsum(self.points_of(key, by_key) for key in by_key)
+        return reached * (1 - self.late.percent / 100)
 
     def total(self, by_key: Mapping[str, float]) -> float | None:
         """Return the sum of the points, or None where an exercise has no verdict yet."""
@@ -78,7 +88,7 @@ class Graded:
     def to_line(self) -> str:
         """Return it as JSON on one line of ASCII; half a surrogate pair becomes `?`."""
         value = {**asdict(self), "seconds": float(self.seconds), "code": dict(self.code)}
-        del value["hand"]
+        del value["hand"], value["late"]
         whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")
         return json.dumps(json.loads(whole))
 
@@ -118,8 +128,9 @@ def _verdict(value: Any) -> Verdict:
             "status": str(status),
             "detail": str(detail),
             "note": str(note),
-        } if status in STATUSES:
-            return Verdict(key=key, status=status, detail=detail, note=note)
+            "parts": dict(parts),
+        } if status in STATUSES and all(type(n) in (int, float) for n in parts.values()):
+            return Verdict(key=key, status=status, detail=detail, note=note, parts=parts)
     raise _spoilt()
 
 

@@ -26,6 +26,7 @@ from course_tools.grading.inside import FOLDER as OUT_FOLDER
 from course_tools.grading.inside import OUTCOMES
 from course_tools.grading.judge import ENDED as JUDGE_ENDED
 from course_tools.grading.judge import HIDDEN, Judge
+from course_tools.grading.part_points import HIDDEN_PART, with_points
 from course_tools.grading.sandbox import Ended, Sandbox
 from course_tools.grading.submission import HandedIn
 from course_tools.grading.task import GIVEN, GradingTask
@@ -143,6 +144,7 @@ class Grader:
             replace(one, note=" ".join(filter(None, [found.get(key), notes.get(key)])))
             for key, one in verdicts.items()
         )
+        told = (with_points(one, self.task.assignment) for one in told)
         return replace(graded, verdicts=tuple(told), code=written)
 
     def verdicts(self, written: Mapping[str, str], student: str) -> dict[str, Verdict]:
@@ -272,7 +274,9 @@ class Grader:
             if (out / f"{HIDDEN}{key}.pt").exists():
                 verdict = self.judge.verdict(key, folder, out, right, hidden=True)
                 if verdict.status != "right":
-                    verdict = replace(verdict, detail=_hidden(verdict))
+                    shown = dict.fromkeys(self.task.assignment.parts.get(key, ()), 1.0)
+                    parts = shown | {HIDDEN_PART: 0.0}
+                    verdict = replace(verdict, detail=_hidden(verdict), parts=parts)
         return unseen if is_late and verdict.status == "wrong" else verdict
 
     def _unseen(self, key: str, outcomes: Mapping[str, Outcome]) -> Verdict | None:

@@ -2,8 +2,8 @@
 
 `python -m course_tools.grading.judge` reads a question a line from stdin, {"key": ...,
 "folder": ..., "out": ..., "right": ..., "hidden": ...}, and answers each with a line,
-{"status": ..., "detail": ...}. `Judge` keeps one such process, and starts another where it hangs
-or ends.
+{"status": ..., "detail": ..., "parts": ...}. `Judge` keeps one such process, and starts another
+where it hangs or ends.
 """
 
 import json
@@ -51,7 +51,9 @@ def judge(key: str, folder: Path, out: Path, right: Path, *, hidden: bool = Fals
     except NotDone as error:
         return Verdict(key=key, status="not done", detail=_cut(told(key, str(error))))
     except CheckFailed as error:
-        return Verdict(key=key, status="wrong", detail=_cut(told(key, str(error))))
+        detail = _cut(told(key, str(error)))
+        parts = {} if hidden else _shares(key, folder, out)
+        return Verdict(key=key, status="wrong", detail=detail, parts=parts)
     except Exception as error:
         what = str(error) if isinstance(error, CourseError) else f"{type(error).__name__}: {error}"
         detail = f"The check cannot use what your code returned ({what[:SHOWN]})."
@@ -67,6 +69,15 @@ def _judged(key: str, folder: Path, out: Path, right: Path, *, hidden: bool) -> 
     if whole and runs_of(seen) != runs_of(read_data(right / name)):
         raise CourseError("need what every run shows; some of it is missing, or of another run")
     return detail
+
+
+def _shares(key: str, folder: Path, out: Path) -> dict[str, float]:
+    """Return what holds of each part of a wrong answer; none where the check tells no parts."""
+    with at_work_in(folder), suppress(Exception):
+        exercise = find_exercise(key)
+        if shares := getattr(exercise.check, "shares", None):
+            return shares(read_data(out / f"{key}.pt"), exercise.right_values())
+    return {}
 
 
 def runs_of(seen: list[Any]) -> list[Any]:
@@ -97,7 +108,8 @@ def main() -> None:
         asked = json.loads(line)
         folder, out, right = (Path(asked[name]) for name in ("folder", "out", "right"))
         verdict = judge(asked["key"], folder, out, right, hidden=asked["hidden"])
-        print(json.dumps({"status": verdict.status, "detail": verdict.detail}), flush=True)
+        told = {"status": verdict.status, "detail": verdict.detail, "parts": {**verdict.parts}}
+        print(json.dumps(told), flush=True)
 
 
 @dataclass

@@ -40,6 +40,7 @@ from course_lib.workbooks.pack import Files, write_zip
 from course_tools.authoring.build import build
 from course_tools.grading.bare_course import ANSWERS, bare_checks, module_of
 from course_tools.grading.compose import buildable
+from course_tools.grading.part_points import demand_parts
 
 COURSE = Path(course_lib.__file__).parents[1]
 TOOLS = ("environment", "packages", "pip_settings", "progress", "symptoms", "torch_build")
@@ -108,6 +109,7 @@ def release(
     copies = list(students) if assignment.seeded else [""]
     with at_work_in(folder):
         demand_exercises(assignment)
+        demand_parts(assignment, hidden_exercises(folder))
         build(lesson, console or Console())
         _prove_hidden(folder)
         shared = _shared_files(lesson, assignment)

@@ -27,6 +27,7 @@ from course_lib.workbooks.assignment import (
 from course_lib.workbooks.learner_work import built_from
 from course_lib.workbooks.lessons import Lesson, exercise_cells, key_of, short_hash
 from course_tools.grading.bare_course import COURSE, PACKAGES, library_text
+from course_tools.grading.part_points import demand_parts
 
 GIVEN = "given"
 OBSERVING = "from course_tools.grading.observing import check\n"
@@ -200,6 +201,7 @@ def _task(lesson: Lesson, assignment: Assignment) -> GradingTask:
         raise CourseError(f"{lesson.source}: need the cells of {', '.join(missing)}; found none.")
     with at_work_in(lesson.folder):
         hidden = hidden_exercises(lesson.folder)
+        demand_parts(assignment, hidden)
         on_ranks = [key for key in assignment.keys if hasattr(find_exercise(key).check, "worlds")]
     return GradingTask(
         hidden=frozenset(hidden),

@@ -624,7 +624,8 @@ show(*pictures.axis_traces(traces, "tp", two_nodes))
 # %% tags=["picture"]
 from course_lib.cost.flops import train_step_flop
 from course_lib.cost.hardware import H100
-from course_lib.mesh.explorer import communication_s, mesh_explorer
+from course_lib.mesh.explorer import mesh_explorer
+from course_lib.mesh.live import communication_s
 
 mesh_explorer()
 

@@ -20,13 +20,14 @@ from course_lib.memory import model_states
 from course_lib.models import GPT, next_tokens, token_batch
 from course_lib.zero import FlatLayout, ZeRO1, ZeRO2, ZeRO3
 from course_lib.zero import beside_frameworks as beside
-from course_lib.zero.explorer import draw_stages, stages_alt
+from course_lib.zero.explorer import draw_stages
 from course_lib.zero.lab import (
     H100_NUM_PARAMS,
     H100_PEAK_GIB,
     owned_after_backward,
     owned_over_time,
 )
+from course_lib.zero.live import STAGES
 from course_lib.zero.pictures import flat_param_shards, saved_by_stage_1, stage_1_on_gpus
 from tests.cluster_exercises.scripts_on_ranks import said_by
 
@@ -104,7 +105,7 @@ def test_a_flat_row_needs_its_names():
     ],
 )
 def test_the_explorer_names_the_lowest_stage_that_fits(recipe, p, says):
-    assert says in stages_alt("llama-8b", recipe, p)
+    assert says in STAGES.compute("llama-8b", recipe, p, "NVLink", 4).finding
     assert draw_stages("llama-8b", recipe, p, "NVLink", 4)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from course_lib.collectives import lab, ring_all_reduce
+from course_lib.collectives.live import winners
 from course_lib.core import Link, TwoLevelLink
 from course_lib.cost import network
 from course_lib.display import wires
@@ -21,15 +22,15 @@ def test_the_table_counts_messages_bytes_and_the_busiest_wire():
 
 @pytest.mark.parametrize("p", [4, 8, 64])
 def test_doubling_is_fastest_first_then_halving_doubling(p):
-    (_, first), (size, second) = wires.winners(p, LINK)
+    (_, first), (size, second) = winners(p, LINK)
     assert (first, second) == ("doubling", "halving-doubling")
     exact = network.crossover_bytes(p, LINK, network.halving_doubling_all_reduce_s)
     assert size == pytest.approx(exact, rel=0.03)
 
 
 def test_where_p_is_no_power_of_two_the_ring_is_fastest_for_large_tensors():
-    assert [name for _, name in wires.winners(2, LINK)] == ["doubling"]
-    assert [name for _, name in wires.winners(6, LINK)] == ["doubling", "ring"]
+    assert [name for _, name in winners(2, LINK)] == ["doubling"]
+    assert [name for _, name in winners(6, LINK)] == ["doubling", "ring"]
 
 
 def test_the_explorer_starts_from_nvlink_inside_a_node():

@@ -10,6 +10,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from course_lib.context_parallel import (
@@ -21,6 +22,7 @@ from course_lib.context_parallel import (
     shard,
     ulysses_attention,
     unshard,
+    usp_attention,
 )
 from course_lib.context_parallel.cost import FORMS, AttentionSizes, PassBytes, ulysses_bytes
 from course_lib.context_parallel.lab import ATTENTION, sent_by
@@ -107,6 +109,43 @@ def kv_heads_for(form, p):
 
 
 # --- the law: the numbers of one process
+
+
+USP = [
+    Case("USP", "zigzag"),
+    Case("USP", "contiguous", kv_heads=1, documents=True),
+    Case("USP", "striped", kv_heads=6, causal=False, documents=True),
+]
+
+
+def over_a_grid(rank, cases, u):
+    """As `on_rank`, on u ranks in a row that share heads, and rings over the others."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // u, u), mesh_dim_names=("ring", "u"))
+    found, (i, j) = [], mesh.get_coordinate()
+    for case in cases:
+        tensors, ids = whole(case)
+        of_ring = [shard(x, i, mesh["ring"].size(), case.layout, dim=2) for x in tensors]
+        q, k, v, grad = (shard(x, j, u, dim=2) for x in of_ring)
+        given = [x.requires_grad_() for x in (q, k, v)]
+        groups = mesh["u"].get_group(), mesh["ring"].get_group()
+        usp_attention(*given, *groups, case.causal, case.layout, case.seq, ids).backward(grad)
+        o = usp_attention(*given, *groups, case.causal, case.layout, case.seq, ids)
+        found.append([o.detach(), *(x.grad for x in given)])
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "u"), [(4, 2), (3, 3), (4, 1)])
+def test_ulysses_inside_a_ring_has_the_numbers_of_one_process(pools, world_size, u):
+    by_rank = pools(world_size).run(over_a_grid, USP, u)
+    rows = [by_rank[start : start + u] for start in range(0, world_size, u)]
+    of_rings = [
+        [
+            [torch.cat(parts, dim=2) for parts in zip(*one, strict=True)]
+            for one in zip(*row, strict=True)
+        ]
+        for row in rows
+    ]
+    assert_law(of_rings, USP)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

@@ -1,10 +1,20 @@
 """The drawings of the lesson, and the seconds of each form by formula."""
 
+from dataclasses import replace
+
 import pytest
 
-from course_lib.context_parallel import pictures
-from course_lib.context_parallel.cost import FORMS, AttentionSizes, causal_pairs
+from course_lib.context_parallel import explorer, pictures
+from course_lib.context_parallel.cost import (
+    FORMS,
+    AttentionSizes,
+    block_pairs,
+    causal_pairs,
+    contiguous_imbalance,
+)
 from course_lib.context_parallel.lab import forward_s
+from course_lib.context_parallel.layouts import LAYOUTS, positions
+from course_lib.cost.hardware import H100
 
 LLAMA = AttentionSizes(seq=65536, num_heads=32, kv_heads=8, head_dim=128)
 FLOP_PER_S, BYTES_PER_S = 500e12, 50e9
@@ -46,6 +56,42 @@ def test_a_ring_hides_what_an_all_gather_exposes():
     found = forward_s(LLAMA, 8, FLOP_PER_S, BYTES_PER_S)
     gather_s = FORMS["all-gather"](LLAMA, 8, 0, "zigzag").forward / BYTES_PER_S
     assert found["all-gather"] - found["ring"] == pytest.approx(gather_s)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("p", "seq"), [(1, 5), (3, 13), (4, 32)])
+def test_pairs_by_block_are_those_of_the_mask(layout, p, seq):
+    found = block_pairs(p, seq, layout)
+    assert [sum(row) for row in found] == causal_pairs(p, seq, layout)
+    held = [positions(rank, p, seq, layout) for rank in range(p)]
+    assert found[0][-1] == sum(key <= query for query in held[0] for key in held[-1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("link", ["NVLink", "InfiniBand NDR"])
+def test_the_explorer_takes_as_long_as_the_formula_where_work_is_balanced(form, link):
+    for seq in (2**12, 2**16):
+        events = explorer.forward_events(8, seq, form, "zigzag", link)
+        sizes = replace(LLAMA, seq=seq)
+        formula = forward_s(sizes, 8, explorer.FLOP_PER_S, H100.links[link])[form]
+        assert max(event.end_s for event in events) == pytest.approx(formula, rel=0.01)
+
+
+def test_in_the_explorer_a_contiguous_ring_waits_for_its_last_rank():
+    end_s = {
+        layout: max(e.end_s for e in explorer.forward_events(8, 2**18, "ring", layout, "NVLink"))
+        for layout in ("contiguous", "zigzag")
+    }
+    imbalanced = contiguous_imbalance(8)
+    assert end_s["contiguous"] / end_s["zigzag"] == pytest.approx(imbalanced, rel=0.01)
+
+
+def test_the_explorer_draws_every_form_and_says_what_it_finds():
+    drawn = explorer.attention_explorer()
+    for form in FORMS:
+        drawn.sliders["form"].value = form
+        assert drawn.alt.startswith(f"{form}, contiguous, 4,096 tokens on each of 4 ranks: ")
+        assert not drawn.image.picture["failed"]
 
 
 def test_ulysses_is_left_out_where_heads_do_not_suffice():

@@ -16,6 +16,7 @@ from course_lib.context_parallel import (
     layouts,
     model,
     parallelize_context,
+    set_documents,
     shard,
     shard_batch,
 )
@@ -39,6 +40,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LEARNED = ModelSpec(hidden=24, num_layers=2, num_heads=12, ffn_hidden=36, vocab=48, max_seq=13)
 ROTARY = replace(LEARNED, num_kv_heads=1, gated=True, norm="rms", positions="rope", bias=False)
+PARTLY = replace(ROTARY, head_dim=4, rope=replace(ROTARY.rope, share=0.5))
 SPECS = {"learned": LEARNED, "rope, one KV head": ROTARY}
 STEPS = 3
 
@@ -148,6 +150,41 @@ def test_replicas_of_context_parallel_ranks(pools):
     assert_same(pools(4).run(step), {n: p.grad for n, p in module.named_parameters()})
 
 
+DOCUMENTS = [(0, 5), (5, 6), (6, 13)]  # of both sequences
+
+
+def packed_on_rank(rank, form, layout, also):
+    """The gradients of a packed batch; the ids stay until recomputation in backward is over."""
+    p, module = dist.get_world_size(), gpt(PARTLY)
+    parallelize_context(module, None, ATTENTION[form], layout, seq=13)
+    also(module)
+    ids = torch.cat([torch.full((3, end - start), start) for start, end in DOCUMENTS], dim=1)
+    set_documents(module, ids)
+    wrapped = DDP(module)
+    x, y = shard_batch(*batch(0), rank, p, layout)
+    context_loss(wrapped(x), y).backward()
+    wrapped.finish()
+    return {n: p.grad for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("form", "layout", "also"),
+    [("ring", "zigzag", recompute_full), ("Ulysses", "contiguous", recompute_none),
+     ("all-gather", "striped", recompute_selective)],
+)  # fmt: skip
+def test_a_document_of_a_packed_sequence_is_computed_as_by_itself(pools, form, layout, also):
+    module, (x, y) = gpt(PARTLY), batch(0)
+    for start, end in DOCUMENTS:  # each at the positions 0, 1, 2, ...
+        logits = module(x[:, start:end])
+        asked = y[:, start:end]
+        share = (asked >= 0).sum() / (y >= 0).sum()
+        (token_loss(logits, asked).nan_to_num() * share).backward()
+    assert_same(
+        pools(3).run(packed_on_rank, form, layout, also),
+        {n: p.grad for n, p in module.named_parameters()},
+    )
+
+
 # --- broken ones fail the law
 
 
@@ -214,6 +251,10 @@ REFUSED = [
         "need attention weights without dropout; got 0.1",
         forward(lambda: GPT(ROTARY, flash=False, dropout=0.1)),
     ),
+    ("need attention to all tokens before; got a window of 4. Try a model without windows",
+     forward(lambda: GPT(replace(ROTARY, window=4)))),
+    ("set_documents: need a context-parallel GPT; got GPT. Try parallelize_context",
+     lambda rank: set_documents(GPT(ROTARY), None)),
     ("need layout as one of contiguous", forward(layout="rows")),
     ("ShapeError: rank {rank}, parallelize_context: need at most max_seq = 13 ... got 14",
      forward(seq=7)),

@@ -105,7 +105,7 @@ def test_a_line_is_equal_to_what_it_was_written_from():
         {"seconds": float("nan")},
         {"code": {"a": 1}},
         {"digest": None},
-        {"verdicts": [{"key": "a", "status": "top", "detail": "", "note": ""}]},
+        {"verdicts": [{"key": "a", "status": "top", "detail": "", "note": "", "parts": {}}]},
     ],
 )
 def test_a_spoilt_line_is_one_sentence(change):

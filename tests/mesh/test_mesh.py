@@ -119,11 +119,27 @@ def test_groups_and_indices_are_those_of_torch(pools, sizes):
             assert index == their_index == mesh.coordinates(rank)[axis]
 
 
+def several_axes(rank, sizes):
+    ours = RankMesh(Mesh(**sizes), ("tp", "dp"))
+    groups = ours.copies, ours.group("dp", "tp")
+    return [dist.get_process_group_ranks(group) for group in groups], ours.num_copies
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2, "tp": 2}, {"cp": 4, "dp": 1, "tp": 2}])
+def test_the_ranks_with_the_same_parameters_are_one_group_of_several_axes(pools, sizes):
+    mesh = Mesh(**sizes)
+    for rank, (groups, num_copies) in enumerate(pools(8).run(several_axes, sizes)):
+        assert groups == [mesh.group(rank, "dp", "cp"), mesh.group(rank, "dp", "tp")]
+        assert num_copies == len(groups[0]) == 4
+
+
 def wrong_world(rank):
     with pytest.raises(MeshError, match="need a mesh of the world's 8 ranks; got Mesh"):
         RankMesh(Mesh(dp=4))
     with pytest.raises(MeshError, match=r"need one of the axes dp; got 'tp'"):
         RankMesh(Mesh(dp=8)).group("tp")
+    with pytest.raises(MeshError, match="need one of the axes pp, dp, tp; got 'pp x tp'"):
+        RankMesh(Mesh(pp=2, dp=2, tp=2)).group("pp", "tp")
 
 
 def test_a_mesh_of_another_size_is_refused(pools):

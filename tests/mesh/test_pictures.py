@@ -9,7 +9,8 @@ from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import Event
 from course_lib.display.colours import RANK, WHITE
 from course_lib.mesh import Mesh
-from course_lib.mesh.explorer import CLUSTER, draw_mesh, mesh_alt, mesh_explorer, step_of
+from course_lib.mesh.explorer import draw_mesh, mesh_explorer
+from course_lib.mesh.live import AXES, CLUSTER, step_of
 from course_lib.mesh.pictures import (
     GPUS_PER_NODE,
     axis_dots,
@@ -210,12 +211,12 @@ def test_the_explorer_finds_tensor_parallelism_across_nodes_slower():
     inside, across = (step_of("llama2-7b", 8, 2, order) for order in ("pp dp tp", "tp dp pp"))
     assert not inside.mesh.crosses_nodes("tp", CLUSTER.ranks_per_node)
     assert across.mesh.crosses_nodes("tp", CLUSTER.ranks_per_node)
-    assert mesh_alt("llama2-7b", 8, 2, "tp dp pp").endswith("of it along tp")
+    assert AXES.compute("llama2-7b", 8, 2, "tp dp pp").finding.endswith("of it along tp")
 
 
 def test_the_explorer_draws_every_corner_of_its_sliders():
     explorer = mesh_explorer()
-    assert explorer.alt == mesh_alt(**explorer.values())
+    assert explorer.alt == AXES.finding(**explorer.values())
     for values in (("llama2-7b", 1, 1, "dp pp tp"), ("megatron-22b", 16, 4, "tp pp dp")):
         grid, bars = draw_mesh(*values).axes
         assert len(grid.patches) == 64 * sum(

@@ -42,6 +42,23 @@ def test_three_steps_are_those_of_one_process(pools, mesh, spec):
         assert lab.furthest_apart(trained, alone) < NEAR
 
 
+def trained_over_tokens(rank, mesh, optimizer, settings):
+    trainer = MeshTrainer(
+        SPEC, RankMesh(mesh), 2, optimizer, sharded=True, max_norm=0.3, **settings
+    )
+    return [trainer.step(*lab.batch_of(STEP, n)) for n in range(3)], trainer.full_state()
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(pp=2, dp=2, cp=2, tp=1), Mesh(cp=4, pp=1, tp=2, dp=1)], ids=str
+)
+def test_ranks_that_have_other_tokens_of_the_same_sequences(pools, mesh):
+    optimizer, settings = ADAMW
+    alone = lab.train_alone(STEP, optimizer, max_norm=0.3, **settings)
+    for trained in pools(8).run(trained_over_tokens, mesh, optimizer, settings):
+        assert lab.furthest_apart(trained, alone) < NEAR
+
+
 @pytest.mark.parametrize("how", [{}, {"max_norm": 0.3}, {"sharded": True}], ids=str)
 def test_adamw_clipped_or_with_a_sharded_state_is_that_of_one_process(pools, how):
     optimizer, settings = ADAMW

@@ -64,6 +64,9 @@ def test_course_train_gets_the_mesh_the_schedule_and_the_batch():
     }
     (masters,) = launch.differs
     assert "without fp32 masters" in masters
+    sequences = course_train(predicted(PIPELINE.with_axes(dp=1, cp=2, zero=0)))
+    assert options_of(sequences)["mesh"] == "pp=4,dp=1,cp=2,tp=8"
+    assert options_of(sequences)["strategy"] == "ddp"
     again = course_train(predicted(PIPELINE.with_axes(zero=2)))
     assert options_of(again)["strategy"] == "ddp"
     assert "ZeRO stage 2 not with interleaved, so it uses ddp" in again.differs[0]
@@ -155,7 +158,6 @@ GPT = find_model("gpt2-medium")
 @pytest.mark.parametrize(
     ("program", "plan", "model", "says"),
     [
-        (course_train, SHARDED.with_axes(cp=2), LLAMA, "course_lib.train: need cp=1; got cp=2"),
         (course_train, replace(PIPELINE, precision="fp8"), LLAMA, "need bf16 or fp32; got fp8"),
         (course_train, Plan(), replace(LLAMA, name="mine"), "need a model that is a preset"),
         (course_train, Plan(seq=2048), replace(GPT, max_seq=2048), "a model that is a preset"),

@@ -7,6 +7,8 @@ import pytest
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import find_model
 from course_lib.planner import Plan, find_cluster, predict
+from course_lib.planner.communication import context_bytes, context_s
+from course_lib.planner.compute import attention_time
 from course_lib.planner.constants import SOFTWARE
 from course_lib.planner.notes import (
     legend,
@@ -54,6 +56,39 @@ def test_what_megatron_cannot_run_is_priced_with_the_constants_of_what_runs_it()
     zero_bubble = replace(PIPED, schedule="zb-h1", num_model_chunks=1)
     assert software_note(steps_of(zero_bubble)).endswith(", which has no schedule zb-h1.")
     assert software_note(steps[1:]) == "Times assume the constants of Megatron-LM of 2021 and 2022."
+
+
+LONG = Plan(micro_batch=1, num_micro_batches=2, seq=2**17).with_axes(
+    dp=2, cp=8, tp=2, sequence_parallel=True
+)
+
+
+def test_a_ring_sends_what_lesson_15_counts_and_attention_hides_it():
+    model = find_model("llama-8b")  # 8 heads of keys and values of 128, 4 of them on a rank
+    forward, backward = context_bytes(model, LONG)
+    assert forward == 7 * 2**17 // 8 * 2 * 4 * 128 * 2
+    assert backward == 3 * forward
+    step = predict(model, SELENE, LONG)
+    assert (
+        "rank sends 224 MiB and 672 MiB in forward and backward; computing" in plan_notes(step)[-1]
+    )
+    assert "attention hides all of it." in plan_notes(step)[-1]
+    assert sum(context_s(model, SELENE, LONG)) == 0
+    assert "cp: ranks that split every sequence" in legend([step])
+
+
+def test_what_a_short_sequence_does_not_hide_is_in_the_step():
+    short, model = replace(LONG, seq=2**11), find_model("llama-8b")
+    hop_s = SELENE.link(8, 2).time_s(context_bytes(model, short).forward / 7)
+    compute_s = attention_time(model, SELENE, short).forward_s
+    forward_s, backward_s = context_s(model, SELENE, short)
+    assert forward_s == pytest.approx(7 * (hop_s - compute_s / 8))
+    assert min(forward_s, backward_s) > 0
+    without = predict(model, SELENE, short.with_axes(cp=1, dp=16))
+    step = predict(model, SELENE, short)
+    assert step.tp_s > 2 * 32 * (forward_s + backward_s) > 0
+    assert "hides all but" in plan_notes(step)[-1]
+    assert len(plan_notes(without)) == len(plan_notes(step)) - 1
 
 
 def test_the_bias_has_its_direction():

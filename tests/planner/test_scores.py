@@ -1,9 +1,15 @@
 """The promised errors on published runs hold, computed from the rows that ship."""
 
+from dataclasses import replace
+
 import pytest
 
 from course_lib.core.errors import CourseError
-from course_lib.planner import cluster_names
+from course_lib.core.parallelism import Parallelism
+from course_lib.core.presets import find_model
+from course_lib.cost.published import rows
+from course_lib.planner import Plan, cluster_names, predict
+from course_lib.planner.cluster import cluster_for
 from course_lib.planner.constants import MEASURED
 from course_lib.planner.published_runs import TABLES, published_runs
 from course_lib.planner.scores import alternatives, is_efficient, regrets, score_table
@@ -80,3 +86,22 @@ def test_the_first_choice_is_among_plans_with_one_batch():
 def test_an_unknown_table_gets_a_sentence():
     with pytest.raises(CourseError, match="korthikanti"):
         published_runs("moon")
+
+
+def test_llama_3_with_and_without_context_parallelism_is_predicted_alike():
+    """Three runs in no fit, the last with cp 16 at 131,072 tokens, as docs/planner.md has them."""
+    model = replace(find_model("llama-405b"), max_seq=2**17)
+    found = []
+    for row in rows("llama3"):
+        sizes = {axis: int(row[axis]) for axis in ("dp", "tp", "pp", "cp")}
+        plan = Plan(
+            parallelism=Parallelism(**sizes, zero=1, sequence_parallel=True),
+            schedule="interleaved",
+            num_model_chunks=7,
+            num_micro_batches=int(row["batch_per_dp"]),
+            seq=int(row["seq_len"]),
+        )
+        step = predict(model, cluster_for("h100", int(row["gpus"]) // 8), plan)
+        found.append(round(100 * step.mfu))
+        assert 0.8 < 100 * step.mfu / float(row["bf16_mfu_pct"]) < 1
+    assert found == [40, 36, 31]

@@ -1,5 +1,6 @@
 """Search: nothing invalid, nothing lost, the fastest first, and a front that nothing beats."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,7 +9,7 @@ from course_lib.core import CourseError
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import ModelSpec
 from course_lib.planner import Plan, find_cluster, predict
-from course_lib.planner.searching import search, valid_plans
+from course_lib.planner.searching import LONG, search, valid_plans
 
 MODEL = ModelSpec(
     hidden=1024, num_layers=8, num_heads=8, ffn_hidden=4096, vocab=50304, max_seq=2048
@@ -16,28 +17,28 @@ MODEL = ModelSpec(
 CLUSTER, BATCH, SEQ = find_cluster("selene-a100"), 8, 2048
 
 
-def by_brute_force():
+def by_brute_force(seq=SEQ, ways=(1,)):
     """Every combination of small numbers that a plan, and the rules of the search, allow."""
-    for dp, tp, pp, micro, m, chunks, zero, recompute, schedule in product(
-        (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8),
+    for cp, dp, tp, pp, micro, m, chunks, zero, recompute, schedule in product(
+        ways, (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8),
         (1, 2, 4, 8), (0, 1, 2, 3), ("none", "full"), ("1f1b", "interleaved", "zb-h1"),
     ):  # fmt: skip
-        if dp * tp * pp != 8 or dp * micro * m != BATCH or (zero and dp == 1):
+        if cp * dp * tp * pp != 8 or dp * micro * m != BATCH or (zero and dp * cp == 1):
             continue
         if pp > 1 < zero or (schedule == "zb-h1" and pp == 1) or 8 % (pp * chunks):
             continue
         try:
-            axes = Parallelism(dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=tp > 1)
+            axes = Parallelism(dp=dp, cp=cp, tp=tp, pp=pp, zero=zero, sequence_parallel=tp > 1)
             plan = Plan(
                 parallelism=axes,
                 schedule=schedule,
                 num_model_chunks=chunks,
                 micro_batch=micro,
                 num_micro_batches=m,
-                seq=SEQ,
+                seq=seq,
                 recompute=recompute,
             )
-            plan.check(MODEL)
+            plan.check(replace(MODEL, max_seq=seq))
         except CourseError:
             continue
         yield plan
@@ -52,6 +53,11 @@ def test_it_tries_what_brute_force_finds(found):
     plans = list(valid_plans(MODEL, CLUSTER, BATCH, SEQ))
     assert len(plans) == len(set(plans)) == found.num_plans > 100
     assert set(plans) == set(by_brute_force())
+
+
+def test_context_parallelism_is_tried_for_long_sequences():
+    plans = list(valid_plans(replace(MODEL, max_seq=LONG), CLUSTER, BATCH, LONG))
+    assert set(plans) == set(by_brute_force(LONG, (1, 2, 4, 8)))
 
 
 def test_nothing_that_fits_is_lost_and_the_fastest_is_first(found):

@@ -67,8 +67,12 @@ def test_nothing_is_imported_that_is_not_used(code, without):
 def test_formulas_need_nothing_but_python():
     """A page runs them where neither PyTorch nor NumPy can be installed."""
     files = [path.relative_to(ROOT) for path in ROOT.glob("course_lib/**/*.py")]
-    names = [".".join(path.with_suffix("").parts) for path in files if path.name == "cost.py"]
-    names += ["course_lib.pipeline.bound", "course_lib.planner.notes", "course_lib.cost"]
+    names = [
+        ".".join(path.with_suffix("").parts)
+        for path in files
+        if path.name in ("cost.py", "live.py")
+    ]
+    names += ["course_lib.pipeline.live_by_hand", "course_lib.planner.notes", "course_lib.cost"]
     code = f"import course_lib.pipeline, course_lib.planner, {', '.join(names)}"
     bare = [sys.executable, "-S", "-c", code]  # -S: no installed package
     done = subprocess.run(bare, capture_output=True, text=True, cwd=ROOT)

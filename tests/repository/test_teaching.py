@@ -243,11 +243,11 @@ def test_demonstrations_have_all_they_need():
 
 
 def test_what_the_explorer_shows_is_what_the_page_says():
-    from course_lib.pipeline.explorer import _finding, _simulated
+    from course_lib.pipeline.live import SCHEDULE
 
     def said(schedule: str, m: int, message: float) -> str:
         times = {"backward_input": 1.0, "backward_weight": 1.0, "message": message}
-        return _finding(_simulated(schedule=schedule, p=4, m=m, chunks=2, **times), schedule)
+        return SCHEDULE.finding(schedule=schedule, p=4, m=m, chunks=2, **times)
 
     assert (
         said("GPipe", 6, 0)

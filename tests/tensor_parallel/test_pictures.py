@@ -8,8 +8,9 @@ from course_lib.core import MODELS, CourseError, Link
 from course_lib.core.records import Event
 from course_lib.display.colours import RANK, WHITE
 from course_lib.tensor_parallel.cost import h100_scaling, kept_layer_bytes
-from course_lib.tensor_parallel.explorer import computing_percent, degree_explorer
+from course_lib.tensor_parallel.explorer import degree_explorer
 from course_lib.tensor_parallel.lab import OverlapRuns
+from course_lib.tensor_parallel.live import computing_percent
 from course_lib.tensor_parallel.pictures import (
     Matrix,
     f_and_g,

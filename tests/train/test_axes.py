@@ -9,6 +9,8 @@ import cloudpickle
 import pytest
 import torch
 
+from course_lib.context_parallel.cost import FORMS, AttentionSizes
+from course_lib.context_parallel.lab import sent_by
 from course_lib.core import CourseError, ModelSpec
 from course_lib.mesh import clip
 from course_lib.models import GPT
@@ -198,6 +200,8 @@ LEGS = [
     ("single", 1, 2, 2, {}),
     ("zero1", 2, 1, 2, {"schedule": "zb-h1"}),
     ("fsdp", 4, 1, 1, {}),
+    ("fsdp", 1, 2, 1, {"cp": 2}),
+    ("zero1", 2, 1, 1, {"cp": 2}),
 ]
 
 
@@ -269,7 +273,51 @@ def test_what_stays_is_gathered_and_reduced_once_for_all_micro_batches(pools):
         assert 4 * 3 < gathers <= 4 * 2 * 3
 
 
+SENT = [
+    ("fsdp", 2, 1, 1, PARTS | RING, "ring"),
+    ("zero1", 2, 1, 1, PARTS | GATHER, "all-gather"),
+    ("ddp", 1, 2, 1, PARTS | HEADS | {"model": WIDE}, "Ulysses"),
+]
+
+
+def sent_along_cp(rank, configs):
+    """This rank's index along cp, and the bytes that it has sent along it in each run."""
+    trainers = [Trainer(rank, replace(config, steps=1)) for config in configs]
+    pairs = [trainer.mesh.mesh.group(rank, "cp") for trainer in trainers]
+    return [
+        (
+            trainer.mesh.index("cp"),
+            sent_by(e for e in trainer.run().events if {*e.group} == {*pair}),
+        )
+        for trainer, pair in zip(trainers, pairs, strict=True)
+    ]
+
+
+def test_what_is_sent_along_cp_is_the_forms_bytes_in_every_layer_and_micro_batch(pools):
+    for by_row in pools(4).run(sent_along_cp, [config_of(row[:5]) for row in SENT]):
+        for row, (index, sent) in zip(SENT, by_row, strict=True):
+            config, dp, tp = config_of(row[:5]), row[1], row[2]
+            sizes = AttentionSizes(
+                seq=config.seq, num_heads=config.model.num_heads // tp,
+                kv_heads=config.model.kv_heads // tp, head_dim=config.model.head_size,
+                number_bytes=8,
+            )  # fmt: skip
+            passes = FORMS[row[5]](sizes, 2, index, config.cp_layout)
+            assert sent == sum(passes) * config.model.num_layers * config.num_micro_batches(dp)
+
+
 # -- dropout and what is refused -----------------------------------------------------------------
+
+
+def drawn(rank, config):
+    Trainer(rank, config).run()
+    return torch.rand(1).item()
+
+
+def test_ranks_with_other_tokens_draw_other_dropout_and_those_of_tp_the_same(pools):
+    row = ("ddp", 1, 2, 1, {"cp": 2, "dropout": 0.3, "steps": 1})
+    draws = pools(4).run(drawn, config_of(row))
+    assert draws[0] == draws[1] != draws[2] == draws[3]
 
 
 def test_dropout_is_that_of_the_whole_model(alone, pools):
@@ -297,6 +345,13 @@ def test_dropout_is_that_of_the_whole_model(alone, pools):
         ),
         ({"strategy": "torch-fsdp", "tp": 2}, "torch-fsdp: need tp=1 and pp=1, .* Try --strategy"),
         ({"strategy": "deepspeed-1", "tp": 2}, "deepspeed-1: need tp=1 and pp=1"),
+        ({"strategy": "deepspeed-1", "cp": 2}, "deepspeed-1: need cp=1, .* Try --strategy fsdp"),
+        ({"strategy": "ddp", "cp": 9}, "need a token of every sequence .* got --seq 8 and cp=9"),
+        (HEADS | {"model": SHARED, "tp": 2}, "ulysses: need the heads .* got 1, 1 and cp=2. Try"),
+        ({"cp_form": "ring"}, "--cp-form: need cp of 2 or more; got ring and 1"),
+        ({"cp": 2, "cp_layout": "snake"}, "--cp-layout: need one of contiguous, zigzag, striped"),
+        (SP | RING | {"tp": 2}, r"need --seq divisible by tp \* cp; got 7 and 4. Try --seq 4"),
+        ({"cp": 2, "model": replace(UNTIED, window=4)}, "need --seq of at most its window of 4"),
     ],
 )
 def test_what_cannot_be_together_is_refused_before_anything_starts(changes, says):

@@ -63,6 +63,8 @@ WAYS = [
     {"tp": 2, "pp": 2, "schedule": "interleaved"},
     {"strategy": "zero1", "pp": 2, "schedule": "zb-v"},
     {"strategy": "torch-fsdp"},
+    {"strategy": "fsdp", "cp": 2, "pp": 2},
+    {"strategy": "zero1", "cp": 2, "cp_form": "ulysses"},
 ]
 
 

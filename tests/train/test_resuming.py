@@ -145,7 +145,7 @@ def test_a_second_job_in_a_folder_is_refused_while_the_first_one_runs(pools, tmp
 
 def interrupted(rank, config, at_step, interrupt):
     """Train, and let something happen on rank 1 in a step; the error if any, and what was done."""
-    before = Trainer._step
+    before = Trainer.step
 
     def step(self):
         if rank == 1 and self.progress.step == at_step:
@@ -153,7 +153,7 @@ def interrupted(rank, config, at_step, interrupt):
         before(self)
 
     trainer, limits = Trainer(rank, config), resource.getrlimit(resource.RLIMIT_FSIZE)
-    with mock.patch.object(Trainer, "_step", step):
+    with mock.patch.object(Trainer, "step", step):
         try:
             trainer.run()
             told = None

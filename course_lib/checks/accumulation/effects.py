@@ -16,6 +16,7 @@ from course_lib.checks.cases import NO_RESULT, Raised
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
 from course_lib.checks.expect import DTYPE, SHAPE, difference
 from course_lib.checks.limits import little_memory
+from course_lib.checks.parts import MEMORY, VALUE, part_of, whole_parts
 from course_lib.checks.properties import CALLERS, TRAINS
 from course_lib.checks.watch import CHANGED, changes, state_of
 from course_lib.memory.saved_tensors import activation_ledger
@@ -88,6 +89,22 @@ class Effects:
         if end < len(got):
             raise self._ended(self.cases()[end][0], got[end], end, exercise)
         return self.success
+
+    def shares(self, observed: Sequence[Any], right: Sequence[Any]) -> dict[str, float]:
+        """Return 1.0 for each part that holds in all cases, else 0.0 (course_lib.checks.parts)."""
+        pairs = list(zip(observed, right, strict=False))
+        is_whole = len(observed) == len(right)
+        return whole_parts(
+            (
+                MEMORY if part_of(label) == MEMORY else VALUE,
+                is_whole and all(self._holds(*pair, label) for pair in pairs),
+            )
+            for label in dict.fromkeys(label for done in right for label in done)
+        )
+
+    def _holds(self, found: Any, wanted: Any, label: str) -> bool:
+        is_there = isinstance(found, dict) and found.keys() >= wanted.keys()
+        return is_there and not self._differ(found, wanted, label)[0]
 
     def _ended(self, text: str, done: Any, number: int, exercise: Exercise) -> CheckFailed:
         """Return the error for a case that ended with one; planted answers may raise the same."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from course_lib.checks.cases import Case, Cases, alike
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, failed
+from course_lib.checks.parts import VALUE
 
 CHANGED = Cause(
     "What your function is given belongs to the caller, who needs it again: make lists of your own."
@@ -69,6 +70,11 @@ class Parts:
             pairs = zip(wrong, of_part, strict=True)
             wrong = [one for one, (_, values) in pairs if alike(values, right, only.rtol)]
         return self.success
+
+    def shares(self, observed: Sequence[Any], right: Sequence[Any]) -> dict[str, float]:
+        """Return for each part the share of the cases in which it is right."""
+        names = {name: (_parts(name, observed), _parts(name, right)) for name in self.parts}
+        return {name: self._only(name).shares(*both)[VALUE] for name, both in names.items()}
 
     def _cases(self) -> Cases:
         """Return the table, with which an answer is observed."""

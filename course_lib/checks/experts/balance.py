@@ -1,0 +1,125 @@
+"""Exercise 4 of 16_experts: an auxiliary loss, and a bias that is moved against the load."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.checks.cases import Case, Cases
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise, failed
+
+MOST = 1.1  # the fullest of 4 ranks, in tokens of the last batches, divided by the mean
+STREAMS = (
+    # batches, tokens, experts, top_k, step, how skewed
+    (1, 6, 4, 1, 0.1, 1.0),
+    (2, 5, 4, 2, 0.25, 0.5),
+    (1, 8, 4, 4, 0.1, 0.0),
+    (120, 256, 8, 2, 0.01, 2.0),
+    (120, 256, 8, 1, 0.01, 1.0),
+)
+
+
+def _scores(batches: int, tokens: int, experts: int, skew: float) -> list[Tensor]:
+    """Return scores between 0 and 1, larger for the first experts, from a fixed rule."""
+    found = []
+    for batch in range(batches):
+        count = torch.arange(tokens * experts).view(tokens, experts) + 7919 * batch
+        noise = ((count * count * 31 + count * 17) % 1009).double() / 1009
+        scores = (noise * 2 - skew * torch.arange(experts) / experts * 1.5).sigmoid()
+        found.append(scores.requires_grad_())
+    return found
+
+
+def _cases() -> list[Case]:
+    lost = [torch.tensor([[0.75, 0.25]] * 4).double().requires_grad_()]
+    return [
+        ("4 tokens that all choose expert 0", (lost, 1, 0.1)),
+        *(
+            (
+                f"{batches} batches of {tokens} tokens, {experts} experts, top_k {top_k}",
+                (_scores(batches, tokens, experts, skew), top_k, step),
+            )
+            for batches, tokens, experts, top_k, step, skew in STREAMS
+        ),
+    ]
+
+
+SHARES = Cause("f is the share of an expert in all copies of tokens: they add up to 1.")
+TIMES_E = Cause("The sum is multiplied by the number of experts, so that it is 1 at balance.")
+MEAN = Cause("P is the mean probability over all tokens, chosen or not.")
+BOTH = Cause("f comes from the choice, P from the probabilities: their product is the loss.")
+AWAY = Cause("The bias is moved the wrong way: an expert with too few tokens needs a larger one.")
+CONSTANT = Cause("The bias moves by step, however far the load is from the mean: use sign.")
+FROM_MEAN = Cause("Compare each expert's tokens with the mean of all experts.")
+ADDS_UP = Cause("The bias adds up over the steps: begin with the one that you are given.")
+MEANT = Cause("The bias is never moved: then a skewed stream stays skewed.")
+ONE_NUMBER = Cause("The auxiliary loss is one number, a tensor of shape [].")
+GRADIENT = Cause("The loss needs a gradient for the probabilities: compute with tensors only.")
+NEW = Cause("The bias before the step belongs to the caller: return a new one.")
+
+
+def _plain(result: Any, stream: list[Tensor], top_k: int, step: float) -> dict[str, Any]:
+    """Return what the first batches show, and whether the stream ends balanced.
+
+    Raises: CheckFailed
+    """
+    losses, biases = [one for _, one, _ in result], [one for _, _, one in result]
+    if any(not isinstance(one, Tensor) or one.dim() for one in losses):
+        raise failed(f"need a tensor of shape []; got {losses[0]!r}", ONE_NUMBER)
+    shapes = {(*one.shape,) if isinstance(one, Tensor) else type(one).__name__ for one in biases}
+    if shapes != {(stream[0].shape[1],)}:
+        raise failed(f"need a bias of shape [{stream[0].shape[1]}]; got {shapes}", ADDS_UP)
+    grads = torch.autograd.grad(losses[0], stream[0]) if losses[0].requires_grad else [None]
+    loads = torch.stack([load for load, _, _ in result[-20:]]).sum(0).double()
+    by_rank = loads.view(min(4, len(loads)), -1).sum(1)
+    fullest = float(by_rank.max() / by_rank.mean())
+    shown = {
+        "auxiliary loss": [round(float(one), 9) for one in losses[:3]],
+        "its gradient": "none" if grads[0] is None else grads[0].flatten()[:8].tolist(),
+        "bias": [round(float(x), 6) + 0.0 for one in biases[:3] for x in one],
+    }
+    if len(stream) < 100:
+        return shown
+    return shown | {"fullest rank at the end": "balanced" if fullest < MOST else f"{fullest:.2f}"}
+
+
+SHARE_CODE = "torch.bincount(experts.flatten(), minlength=num_experts) / experts.numel()"
+LOSS_CODE = "num_experts * (shares * probabilities.mean(0)).sum()"
+BIAS_CODE = "bias + step * (load.mean() - load).sign()"
+
+BALANCE = Exercise(
+    key="experts-4",
+    title="two rules that balance",
+    library=("course_lib.models.moe:aux_loss", "course_lib.models.moe:move_bias"),
+    check=Cases(
+        cases=_cases,
+        show=_plain,
+        rtol=1e-6,
+        look="Go through it with the example: 4 tokens, 2 experts.",
+        success="Both rules are right, and the bias balances a skewed stream within 10 %.",
+    ),
+    wrong=(
+        Edit(
+            SHARE_CODE,
+            "torch.bincount(experts.flatten(), minlength=num_experts) / len(experts)",
+            SHARES,
+        ),
+        Edit(SHARE_CODE, "torch.bincount(experts.flatten(), minlength=num_experts)", SHARES),
+        Edit(LOSS_CODE, "(shares * probabilities.mean(0)).sum()", TIMES_E),
+        Edit(LOSS_CODE, "num_experts * (shares * probabilities.mean(0)).mean()", TIMES_E),
+        Edit(LOSS_CODE, "num_experts * (shares * probabilities.sum(0)).sum()", MEAN),
+        Edit(LOSS_CODE, "num_experts * (shares * shares).sum()", BOTH),
+        Edit(LOSS_CODE, "num_experts * (probabilities.mean(0) ** 2).sum()", BOTH),
+        Edit(LOSS_CODE, "num_experts * shares * probabilities.mean(0)", ONE_NUMBER),
+        Edit(LOSS_CODE, "num_experts * (shares * probabilities.detach().mean(0)).sum()", GRADIENT),
+        Edit(BIAS_CODE, "bias + step * (load - load.mean()).sign()", AWAY),
+        Edit(BIAS_CODE, "bias + step * (load.mean() - load)", CONSTANT),
+        Edit(BIAS_CODE, "bias + step * (load.mean() - load) / load.mean()", CONSTANT),
+        Edit(BIAS_CODE, "bias + step * (load.median() - load).sign()", FROM_MEAN),
+        Edit(BIAS_CODE, "bias + step * (1 / len(load) - load).sign()", FROM_MEAN),
+        Edit(BIAS_CODE, "step * (load.mean() - load).sign()", ADDS_UP),
+        Edit(BIAS_CODE, "bias", MEANT),
+        Edit(BIAS_CODE, "bias.add_(step * (load.mean() - load).sign())", NEW),
+    ),
+)

@@ -1,0 +1,101 @@
+"""Exercise 3 of 16_experts: whose gradients are averaged with whom."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.judge import ByExample
+from course_lib.checks.properties import SEEDS
+from course_lib.checks.watch import ALWAYS, Watch
+
+DENSE, EXPERTS, CALLS = "dense", "experts", "the calls"
+
+LARGE = Cause(
+    "Experts' gradients are ep times too large: each is already a sum over the losses of ep ranks. "
+    "Divide by the number of all ranks."
+)
+SMALL = Cause(
+    "Experts' gradients are too small: one division by the number of all ranks is enough."
+)
+OTHERS = Cause(
+    "Gradients of different experts were added: ranks with the same rank % ep hold the same ones."
+)
+NOT_SUMMED = Cause("Each expert's gradient is summed over all ranks that hold this expert.")
+DENSE_SMALL_GROUP = Cause("All ranks hold the dense parameters: sum them over all ranks.")
+SUMMED = Cause(
+    "Those are sums: divide them by the number of all ranks, in place, as in grad /= dp."
+)
+BUDGET = Cause("One all_reduce per gradient.")
+LOOK = Cause("Write down for one expert which ranks' losses its gradient comes from.")
+
+
+def _runs(p: int) -> Sequence[Mapping[str, Any]]:
+    """Return the options: on 4 ranks ep 2 and 1, on fewer ranks ep = p."""
+    return ({"ep": 2}, {"ep": 1}) if p == 4 else ({"ep": p},)
+
+
+def _observe(rank: int, answer: Callable[..., Any], ep: int) -> dict[str, Any]:
+    """Return the facets of two calls: rank r contributes multiples of 10**r."""
+    watch, p = Watch(), dist.get_world_size()
+    made = {(*range(p),): dist.group.WORLD}
+    for first in range(ep if ep > 1 else 0):
+        made[(*range(first, p, ep),)] = dist.new_group(list(range(first, p, ep)))
+
+    def group_of(ranks: Any) -> Any:
+        wanted = (*sorted(map(int, ranks)),)
+        if wanted not in made:
+            raise ValueError(f"group_of: need ranks that hold the same experts; got {[*wanted]}")
+        return made[wanted]
+
+    for call, sizes in enumerate(([(2, 2), (3,)], [(2, 2), (3,), ()])):
+        dense, experts = (
+            [
+                torch.full(size, (n + 1.0 + call + kind) * 10**rank).double()
+                for n, size in enumerate(sizes)
+            ]
+            for kind in (0, 4)
+        )
+        with watch.step(f"ep {ep}, call {call}") as step:
+            answer([*dense], [*experts], ep, group_of)
+        calls = sorted(line for line in step.order if line != "wait")
+        alone = p in (1, ep)  # then no call is needed for experts
+        step.show(**{DENSE: dense, EXPERTS: experts, CALLS: "free" if alone else calls})
+    return watch.seen
+
+
+SAME = "[other for other in range(dp) if other % ep == rank % ep]"
+
+GRADIENTS = Exercise(
+    key="experts-3",
+    title="average the gradients",
+    check=ByExample(
+        observe_on_rank=_observe,
+        facets=(DENSE, EXPERTS, *ALWAYS, CALLS),
+        worlds=(4, 2, 1),
+        runs=_runs,
+        looks=((DENSE, DENSE_SMALL_GROUP), (EXPERTS, LOOK), (CALLS, BUDGET)),
+        success="All ranks' dense parameters, and each expert's, on 1, 2 and 4 ranks.",
+    ),
+    wrong=(
+        Edit("grad /= dp", "grad /= dist.get_world_size(group)", LARGE),
+        Edit("grad /= dp", "grad /= dp if group is None else dp // ep", LARGE),
+        Edit("grad /= dp", "grad /= dp if group is None else dp * ep", SMALL),
+        Edit("grad /= dp", "pass", SUMMED),
+        Edit("grad /= dp", "grad /= ep", SUMMED),
+        Edit(SAME, "[other for other in range(dp) if other // ep == rank // ep]", OTHERS),
+        Edit("(experts, same)", "(experts, None)", OTHERS),
+        Edit("(dense, None)", "(dense, same)", DENSE_SMALL_GROUP),
+        Edit("((dense, None), (experts, same))", "((dense, None),)", NOT_SUMMED),
+        Edit("grad /= dp", "grad = grad / dp", SUMMED),
+        Edit(
+            "dist.all_reduce(grad, group=group)",
+            "dist.all_reduce(grad, group=group)\ndist.all_reduce(grad.clone(), group=group)",
+            BUDGET,
+        ),
+        SEEDS,
+    ),
+)

@@ -1,0 +1,74 @@
+"""`course assignment export`: what other platforms take."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from course_lib.core import CourseError
+from course_lib.core.files import write_result
+from course_lib.core.plain_text import one_line
+
+
+class Platform(StrEnum):
+    """The platforms that an assignment, or its grades, can be exported to."""
+
+    GRADESCOPE = "gradescope"
+    GITHUB = "github-classroom"
+    NBGRADER = "nbgrader"
+    CANVAS = "canvas"
+    MOODLE = "moodle"
+
+
+def export(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The assignment, such as hw1.")],
+    to: Annotated[Platform, typer.Option("--to", help="Where to.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: `export` in its folder.")
+    ] = None,
+    grades: Annotated[
+        Path, typer.Option(metavar="DIR", help="Of course grade; for Canvas and Moodle.")
+    ] = Path("grades"),
+    roster: Annotated[
+        Path | None,
+        typer.Option(metavar="CSV", help="What Canvas or Moodle has exported, to be filled in."),
+    ] = None,
+    column: Annotated[
+        str, typer.Option(help="Canvas: the assignment's column. Default: its title.")
+    ] = "",
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Gradescope: grade where bubblewrap cannot work, too.")
+    ] = False,
+) -> None:
+    """Export an assignment to a platform, or its grades in the form that the platform imports.
+
+    \b
+    course assignment export hw1 --to gradescope
+    course assignment export hw1 --to canvas --grades grades --roster canvas.csv
+    """
+    from course_lib.workbooks.assignment import find_assignment, read_assignment
+    from course_tools.platforms.bundle import autograder_files, write_autograder, write_classroom
+    from course_tools.platforms.for_nbgrader import write_for_nbgrader
+    from course_tools.platforms.grade_table import TABLES, read_totals
+
+    folder = find_assignment(name)
+    assignment, there = read_assignment(folder), out or folder / "export"
+    strangers, made = list[str](), list[Path]()
+    if to in TABLES:
+        if roster is None:
+            raise CourseError(f"need what {to} has exported, to fill it in. Try --roster FILE.")
+        table, strangers = TABLES[to](roster, read_totals(grades), column or assignment.title)
+        made = [there / f"{assignment.name}-{to}.csv"]
+        write_result(made[0], table)
+    elif to == Platform.GRADESCOPE:
+        made = [there / f"{assignment.name}-gradescope.zip"]
+        write_autograder(made[0], autograder_files(folder, trust=trust))
+    elif to == Platform.GITHUB:
+        made = write_classroom(folder, there)
+    else:
+        made = write_for_nbgrader(folder, there)
+    for path in made:
+        print(path)
+    if strangers:
+        print(f"Not in {roster}: {', '.join(map(one_line, strangers))}")

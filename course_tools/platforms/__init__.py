@@ -1,0 +1,1 @@
+"""What other platforms take: autograders, starter repositories, notebooks and tables of grades."""

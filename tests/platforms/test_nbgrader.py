@@ -1,0 +1,60 @@
+"""nbgrader itself takes what `course assignment export --to nbgrader` writes."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+
+from course_lib.checks.lesson_source import read_source, solved
+from tests.terminal import run
+
+VERSION = "nbgrader==0.9.6"
+NEW = "course assignment new hw1 --from 01_memory:memory-1 06_ddp:ddp-1 --points memory-1=4"
+
+
+def nbgrader(env: Path, folder: Path, *words: str) -> None:
+    """Run nbgrader, in an environment of its own, in a folder."""
+    done = subprocess.run(
+        [env / "bin/nbgrader", *words], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def hand_in(release: Path, path: Path, answers: dict[str, str]) -> None:
+    """Hand in what nbgrader has released, with these answers."""
+    notebook = nbformat.read(release, as_version=4)
+    for cell in notebook.cells:
+        if "exercise" in cell.metadata.get("tags", ()) and cell.metadata.exercise in answers:
+            cell.source = answers[cell.metadata.exercise]
+    path.parent.mkdir(parents=True)
+    nbformat.write(notebook, path)
+
+
+def test_nbgrader_generates_and_grades_an_assignment(tmp_path):
+    env, there = tmp_path / "env", tmp_path / "nbgrader"
+    subprocess.run([sys.executable, "-m", "venv", env], check=True)
+    subprocess.run([env / "bin/pip", "install", "-q", VERSION], check=True, capture_output=True)
+    kernel = [sys.executable, "-m", "ipykernel", "install", "--prefix", env, "--name", "python3"]
+    subprocess.run(kernel, check=True, capture_output=True)
+    run(NEW, tmp_path)
+    run(f"course assignment export hw1 --to nbgrader --out {there}", tmp_path)
+    nbgrader(env, there, "generate_assignment", "hw1", "--create")
+    release = there / "release/hw1/hw1.ipynb"
+    source = read_source(tmp_path / "assignments/hw1/source/hw1.py")
+    right = {cell.exercise: solved(cell) for cell in source if cell.is_exercise}
+    told = release.read_text()
+    assert "YOUR CODE HERE" in told
+    assert not any(line.strip() in told for line in right["ddp-1"].splitlines()[-2:])
+    hand_in(release, there / "submitted/ann/hw1/hw1.ipynb", right)
+    hand_in(release, there / "submitted/bob/hw1/hw1.ipynb", {"ddp-1": right["ddp-1"]})
+    nbgrader(env, there, "autograde", "hw1", "--create")
+    nbgrader(env, there, "generate_feedback", "hw1")
+    nbgrader(env, there, "export")
+    with (there / "grades.csv").open(newline="") as file:
+        scores = {
+            row["student_id"]: (row["score"], row["max_score"]) for row in csv.DictReader(file)
+        }
+    assert scores == {"ann": ("5.0", "5.0"), "bob": ("1.0", "5.0")}
+    assert (there / "feedback/ann/hw1/hw1.html").is_file()
