@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from course_lib.clinic import faults
+from course_lib.core.specs import Experts
 
 USUAL = {"steps": 50, "seq": 16, "global_batch": 4, "lr": 1e-4, "dtype": "float64", "every": 0}
 
@@ -150,6 +151,15 @@ CASES = {
         "context parallelism added to loops that make positions themselves",
         2,
         {"strategy": "ddp", "cp": 2},
+    ),
+    "the experts' share": Case(
+        "A mixture of experts, divided over two ranks. The load is balanced, the loss falls.",
+        "course_lib.expert_parallel.model:_scale_grad",
+        faults.scale_grad,
+        "Megatron-LM #7452 and the groups of several MoE codes",
+        2,
+        {"strategy": "ddp", "ep": 2, "optimizer": "sgd", "lr": 0.02},
+        {"experts": Experts(count=4, active=2, ffn_hidden=64)},
     ),
     "its own ruler": Case(
         "A run with FSDP and clipping. One process with the same batch ends elsewhere.",

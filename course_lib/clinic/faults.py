@@ -18,8 +18,8 @@ from course_lib.models.data import IGNORED, mixed_seed
 from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.tensor_parallel.layers import split_columns
 from course_lib.tensor_parallel.state import partial_params
-from course_lib.zero.clip import clip_shards
 from course_lib.train.progress import Progress
+from course_lib.zero.clip import clip_shards
 
 
 def share(part: Tensor, whole: Tensor) -> float:
@@ -127,6 +127,11 @@ def lr_at(self: Any, step: int) -> float:
 def positions_of(self: Any, length: int) -> list[int]:
     """Return the positions of this rank's tokens."""
     return list(range(length))
+
+
+def scale_grad(x: Tensor, factor: float) -> Tensor:
+    """Return a tensor on its way into, or out of, the experts of this rank."""
+    return x
 
 
 def padded_batch(
