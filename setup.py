@@ -16,6 +16,7 @@ BROUGHT = (
     *("notebooks/*.ipynb", "notebooks/solved/*.ipynb", "notebooks/solved/conftest.py"),
     *("notebooks/source/*.py", "cluster/**/*.*", "LICENSE"),
     *("docs/glossary.md", "docs/cluster_student.md", "docs/checkpoints.md", "docs/engines.md"),
+    "docs/debugging.md",
     *("docs/planner.md", "docs/models.md", "docs/ai_policy.md"),
 )
 NOT_OURS = ("cluster/profiles/site.toml", "__pycache__", ".ipynb_checkpoints")

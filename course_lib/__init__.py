@@ -20,6 +20,7 @@ files are for: the method, and where the lesson has them, what predicts, measure
     scaling_study      13  predict, run and compare strategies on a laptop or a cluster
     checkpoint         14  sharded, whole or not at all, loaded at any world size
     context_parallel   15  one long sequence split over ranks: ring, Ulysses, all-gathered keys
+    expert_parallel    16  experts of a layer on many ranks: dispatch, combine, gradients, balance
 
 What they stand on, and what serves them:
 
@@ -28,6 +29,7 @@ What they stand on, and what serves them:
     models                 what is trained: GPT and BERT, tokens, texts
     frameworks             DeepSpeed, Accelerate and fully_shard behind one handle
     display                pictures and widgets
+    hub                    models of Hugging Face: config.json, tensor names, files, both ways
     train                  the training script, `python -m course_lib.train`
     jobs                   job scripts, schedulers, run records brought home
     checks                 what exercises call, by lesson (`checks/zero`): what is wrong, and why

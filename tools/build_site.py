@@ -39,10 +39,19 @@ MENDED = {
     "<th></th>": "<td></td>",
 }
 # what the README says of the lessons, and what their website says instead
-MAKES = ", and `make site` makes a website of them"
+MAKES = ", and `make site` makes a website of them, in which the\nexplorers compute in the page"
 SOLVED = "`notebooks/solved` has\nthe lessons with all their pictures"
 BEGIN = "these pages are\nthe lessons with all their pictures. "
 BEGIN += "[Begin with lesson 00](notebooks/00_ranks.ipynb)"
+# the README's picture and its two commands; the front page has the commands first
+FIRST = re.compile(r"(?P<picture>^!\[[^\]]+\]\([^)]+\))\n\n(?P<commands>```sh.*?```)", re.M | re.S)
+WAYS = """<nav class="lesson-links" aria-label="Where to begin">
+<a href="notebooks/00_ranks.html">I want to learn</a>
+<a href="play/index.html">Let me play first</a>
+<a href="docs/teaching.html">I teach</a>
+<a href="docs/cluster_operator.html">I run a cluster</a>
+</nav>
+"""
 GUIDES = {
     "On a cluster": ["cluster_student", "cluster_operator", "checkpoints", "engines", "planner"],
     "For instructors": ["teaching", "instructor", "grading_ta", "exam", "ai_policy", "authoring"],
@@ -190,6 +199,8 @@ def front_page(source: Path) -> str:
     readme = readme.replace("](notebooks/solved/", "](notebooks/")  # a page has both versions
     readme = readme.replace(MAKES, "").replace(SOLVED, BEGIN)
     readme = site_map.with_map(readme, lessons_named([]))
+    first = [r"\g<commands>", WAYS, site_live.first_question(ROOT).replace("\\", r"\\"), ""]
+    readme = FIRST.sub("\n\n".join(first) + r"\n\n\g<picture>", readme, count=1)
     return "\n\n".join([readme, *trees, ""])
 
 
@@ -234,9 +245,11 @@ def run_sphinx(source: Path, out: Path, audience: str, stems: list[str], jobs: s
         raise SiteError("Sphinx could not build the site:\n" + "\n".join(said[-20:]))
 
 
-def mend(page: Path) -> None:
-    """Add to a finished page what the theme leaves out for screen readers."""
+def mend(page: Path, out: Path, named: str | None) -> None:
+    """Add to a finished page what the theme leaves out: for screen readers, and a share card."""
     text = page.read_text(encoding="utf-8")
+    card = site_repository.share_card(text, page, out, named)
+    text = text.replace("</title>", f"</title>\n{card}", 1)
     for old, new in MENDED.items():
         text = text.replace(old, new)
     page.write_text(text, encoding="utf-8")
@@ -252,9 +265,10 @@ def build(options: argparse.Namespace) -> None:
         write_sources(source, stems, options.audience, options.slides)
         run_sphinx(source, options.out, options.audience, stems, options.jobs)
     shutil.rmtree(options.out / "_sources", ignore_errors=True)
+    named = site_repository.repository(ROOT)
     for page in options.out.rglob("*.html"):
         if page.parent.name != "slides":
-            mend(page)
+            mend(page, options.out, named)
     size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file())
     pages = len(list(options.out.rglob("*.html")))
     print(f"{options.out}/index.html: {pages} pages, {size / 1e6:.0f} MB, for {options.audience}")

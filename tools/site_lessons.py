@@ -10,7 +10,6 @@ import html
 import json
 import re
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +58,8 @@ def write_lesson(
     if len(notebook["cells"]) != len(stubs["cells"]):
         raise LessonError(f"{stem} and its solved version differ in cells. Try `make notebooks`.")
     pairs = zip(notebook["cells"], stubs["cells"], strict=True)
-    cells = [new for pair in pairs for new in page_cells(*pair, audience, [*live])]
-    for cell in cells:
-        put_live_parts(cell, live)
+    cells = [new for pair in pairs for new in page_cells(*pair, audience)]
+    put_live_parts(cells, live)
     pictures = source / "extra" / "pictures" / stem
     for cell in cells:
         for output in cell.get("outputs", []):
@@ -87,15 +85,20 @@ def write_placeholder(stem: str, source: Path) -> None:
     (source / "notebooks" / f"{stem}.ipynb").write_text(json.dumps(page), encoding="utf-8")
 
 
-def put_live_parts(cell: Cell, live: dict[str, str]) -> None:
-    """Put a live part in the place of the picture of a cell that shows sliders."""
-    for name, part in live.items():
-        if cell["cell_type"] == "code" and f"{name}(" in text_of(cell["source"]):
-            shown = {"output_type": "display_data", "metadata": {}, "data": {"text/html": part}}
-            cell["outputs"] = [one for one in cell["outputs"] if "data" not in one] + [shown]
+def put_live_parts(cells: list[Cell], live: dict[str, str]) -> None:
+    """Put live parts in the place of the pictures of cells that show sliders, and say so near."""
+    for number, cell in enumerate(cells):
+        calls = [name for name in live if f"{name}(" in text_of(cell["source"])]
+        if cell["cell_type"] != "code" or not calls:
+            continue
+        shown = {"output_type": "display_data", "metadata": {}}
+        shown["data"] = {"text/html": live[calls[0]]}
+        cell["outputs"] = [one for one in cell["outputs"] if "data" not in one] + [shown]
+        for near in cells[max(number - 1, 0) : number + 2]:
+            near["source"] = text_of(near["source"]).replace(SLIDERS, LIVE)
 
 
-def page_cells(solved: Cell, stub: Cell, audience: str, live: Sequence[str] = ()) -> list[Cell]:
+def page_cells(solved: Cell, stub: Cell, audience: str) -> list[Cell]:
     """The cells of the page for one cell of a lesson: the learner's, or also its solution."""
     tags = solved["metadata"].get("tags", [])
     if "exercise" in tags and audience == "instructors":
@@ -112,7 +115,7 @@ def page_cells(solved: Cell, stub: Cell, audience: str, live: Sequence[str] = ()
         return [solved | {"outputs": [*map(of_a_right_answer, solved["outputs"])]}]
     if solved["cell_type"] == "markdown":
         parts = text_of(solved["source"]).split("\n\n")
-        told = [part + (LIVE if live else SLIDERS) * ("slider" in part) for part in parts]
+        told = [part + SLIDERS * ("slider" in part) for part in parts]
         return [solved | {"source": "\n\n".join(told)}]
     if "predict" in tags and audience == "learners":
         return [stub | {"outputs": [one for one in solved["outputs"] if not is_commit(one)]}]

@@ -6,6 +6,7 @@ modules that need nothing but Python as one archive, and what each part shows be
 
 import base64
 import hashlib
+import html
 import importlib
 import json
 import shutil
@@ -23,11 +24,18 @@ PYODIDE = "pyodide@314.0.7"
 SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
 FILES += ("pyodide-lock.json",)
+WORDS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optim_state": "the optimizer's state",
+    "activations": "activations",
+}
 DATA = (".csv", ".json", ".gz")
 LOADED = "import sys, {}; print(*(m.__file__ for n, m in sys.modules.items() if 'course_lib' in n))"
 PAGE = "# {title}\n\n{part}\n\nFrom [lesson {lesson}](../notebooks/{lesson}.ipynb). {told}\n"
 TOLD = (
-    "Nothing leaves this page: the formulas of the course run in it, in Python. "
+    "Nothing leaves this page: the formulas of the course run in it, in Python, of which the first "
+    "touch loads 14 MB from this site. "
     "The address keeps what you choose, so that you can share it."
 )
 
@@ -43,9 +51,26 @@ def all_parts(root: Path) -> dict[str, tuple[Live, list[str]]]:
     return dict(sorted(found.items(), key=lambda one: one[1][0].lesson))
 
 
+def first_question(root: Path) -> str:
+    """The first live part of the front page: where the bytes go, after a guess."""
+    part = all_parts(root)["calculator"][0]
+    values = part.start()
+    (bars,) = part.compute(**values).panels
+    held = bars.rows["peak"]
+    most = max(held, key=held.get)
+    quiz = {
+        "question": f"{values['model']} trains in {values['recipe']} on one "
+        f"{values['gpu'].upper()}, on one sequence of {values['seq']} tokens: what needs most?",
+        "answers": [WORDS[kind] for kind in held],
+        "right": WORDS[most],
+        "says": f"{held[most]:.0f} of {sum(held.values()):.0f} GiB. Now move the sliders.",
+    }
+    return html_of("calculator", "", quiz)
+
+
 def html_of(name: str, above: str, quiz: dict[str, object] | None = None) -> str:
     """The place of a part in a page; `above` leads from the page to the site's folder."""
-    asked = f" data-quiz='{json.dumps(quiz)}'" if quiz else ""
+    asked = f' data-quiz="{html.escape(json.dumps(quiz))}"' if quiz else ""
     scripts = "".join(
         f'<script defer src="{above}live/{one}.js"></script>' for one in ("parts", "live")
     )

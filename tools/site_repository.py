@@ -1,5 +1,6 @@
 """Where the course lies on GitHub, so that the site can name it and open a lesson elsewhere."""
 
+import html
 import os
 import re
 import subprocess
@@ -49,3 +50,21 @@ def run_links(stem: str, named: str | None) -> list[tuple[str, str]]:
             ("Open in Binder", f"https://mybinder.org/v2/gh/{named}/main?urlpath=lab/tree/{file}")
         )
     return links
+
+
+def share_card(text: str, page: Path, out: Path, named: str | None) -> str:
+    """Meta data with which others show a link to a page: its title, and its first picture.
+
+    They want whole addresses; those of GitHub Pages are known if the repository is.
+    """
+    title = re.search(r"<title>(.*?)</title>", text, re.DOTALL)
+    told = {"og:type": "article", "og:title": title[1].strip() if title else ""}
+    picture = re.search(r"<img [^>]+>", text.partition("<article")[2])
+    if picture and named:
+        found = dict(re.findall(r'(src|alt)="([^"]*)"', picture[0]))
+        owner, _, name = named.partition("/")
+        place = os.path.normpath(page.relative_to(out).parent / html.unescape(found["src"]))
+        told["og:image"] = f"https://{owner.lower()}.github.io/{name}/{place}"
+        told["og:description"] = told["og:image:alt"] = found.get("alt", "")
+        told["twitter:card"] = "summary_large_image"
+    return "\n".join(f'<meta property="{key}" content="{value}" />' for key, value in told.items())

@@ -5,8 +5,8 @@
 `local_state.py` and `model_state.py` name what a rank has to save; `manifest.py` and `data_file.py`
 are the format; `folder.py` finds what is whole; `ownership.py` keeps a second job out; `agree.py`
 makes all ranks do the same; `storage.py` is a disk or an fsspec URL; `rng.py` is a rank's random
-state. `dcp.py` saves the same state with torch.distributed.checkpoint, `convert.py` changes
-layouts. `cost.py` predicts, `lab.py` measures, `pictures.py` and `explorer.py` draw.
+state. `dcp.py` saves the same state with torch.distributed.checkpoint; `course_lib.hub`
+converts. `cost.py` predicts, `lab.py` measures, `pictures.py` and `explorer.py` draw.
 """
 
 from typing import TYPE_CHECKING

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from course_lib.core.errors import CourseError
-from course_lib.core.hub_config import read_config
 from course_lib.core.plain_text import one_line, printable
 from course_lib.core.presets import find_model
 from course_lib.core.specs import ModelSpec
 from course_lib.core.units import format_bytes
+from course_lib.hub.config import read_config
 from course_lib.jobs.commands import plain_table
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for PyTorch
@@ -161,7 +161,7 @@ def convert(
     course checkpoint convert runs/a gpt2 --to hf --step 100
     course checkpoint convert downloads/qwen3 runs/b --to course
     """
-    from course_lib.checkpoint import convert as conversions
+    from course_lib.hub import convert as conversions
 
     if to == Layout.course:
         _from_hub(Path(folder), out, {"--step": step, "--model": model})
@@ -305,7 +305,7 @@ def _none(folder: str, which: str) -> CourseError:
 
 def _from_hub(folder: Path, out: Path, unused: Mapping[str, Any]) -> None:
     """Save a model of transformers as a checkpoint, in a folder that has none."""
-    from course_lib.checkpoint.from_hub import from_hugging_face
+    from course_lib.hub.loading import from_hugging_face
 
     if given := [name for name, value in unused.items() if value not in (None, "")]:
         raise CourseError(f"{given[0]}: need none with --to course; DIR has one model, of no step.")

@@ -1,4 +1,4 @@
-"""The commands for a run that is wrong, slow or stuck: `diff`, `hang` and `why`."""
+"""The commands for a run that is wrong, slow or stuck: `diff`, `hang`, `why`, `links`."""
 
 from collections.abc import Iterator
 from io import BytesIO
@@ -10,7 +10,7 @@ import typer
 from course_lib.core.errors import CourseError
 from course_lib.core.files import check_result_path, write_result
 from course_lib.core.plain_text import printable
-from course_lib.core.units import format_seconds
+from course_lib.core.units import GB, format_seconds
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for them
     from course_lib.core.records import RunRecord
@@ -38,6 +38,15 @@ ClusterName = Annotated[
         help="Whose speed to predict with, as in course plan. Default: laptop for a run on CPUs.",
     ),
 ]
+NcclTests = Annotated[
+    Path | None,
+    typer.Argument(metavar="FILE", help="What nccl-tests has printed. Default: measure here."),
+]
+LinkRanks = Annotated[int, typer.Option("--ranks", help="Ranks to measure between.")]
+LinkRate = Annotated[
+    float | None,
+    typer.Option("--link", min=0, metavar="GB/S", help="The link's bandwidth, to compare with."),
+]
 Tolerance = Annotated[
     float | None,
     typer.Option(
@@ -61,6 +70,7 @@ def add_debug_commands(app: typer.Typer) -> None:
     app.command()(diff)
     app.command()(hang)
     app.command()(why)
+    app.command()(links)
 
 
 def diff(
@@ -181,3 +191,16 @@ def _beside(step: "PredictedStep", report: "TimeReport") -> Iterator[str]:
     worst = max([*measured][:-1], key=lambda part: measured[part] - predicted[part])
     if measured[worst] > predicted[worst]:
         yield f"The largest part of what the prediction lacks: {worst}."
+
+
+def links(file: NcclTests = None, ranks: LinkRanks = 2, link: LinkRate = None) -> None:
+    """Show the bus bandwidth of a collective by size: of nccl-tests' output, or measured here.
+
+    \b
+    all_reduce_perf -b 8 -e 8G -f 2 -g 8 > links.txt
+    course links links.txt --link 450
+    """
+    from course_lib.debugging.link_report import measure_all_reduce, read_nccl_tests
+
+    found = read_nccl_tests(file) if file else measure_all_reduce(ranks)
+    print("\n".join(found.lines(link * GB if link else None)))

@@ -163,8 +163,8 @@ def list_models() -> int:
 
 
 def _search(model: str, cluster: str, nodes: int, batch: str, seq: int) -> "SearchResult":
-    from course_lib.core.hub_config import read_config
     from course_lib.core.presets import find_model
+    from course_lib.hub.config import read_config
     from course_lib.planner import find_cluster
     from course_lib.planner.searching import search
 

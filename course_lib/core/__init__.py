@@ -3,7 +3,6 @@
 records       `Event`, `Ledger`, `RunRecord`: what ranks do and hold, and the file of a run
 specs         `ModelSpec`: the sizes of a transformer
 layers        the matrices of its layers, from which all counts follow
-hub_config    `read_config`: the spec in a config.json
 presets       named models: GPT-2, Llama, those of the papers, published files, and small ones
 parallelism   `Parallelism`: the sizes of the parallel axes (dp, tp, pp, cp) and the ZeRO stage
 recipes       precision recipes: bytes per parameter for weights, gradients, optimizer state
@@ -19,7 +18,6 @@ errors        `CourseError`, `ShapeError`, `MeshError`
 """
 
 from course_lib.core.errors import CourseError, MeshError, ShapeError
-from course_lib.core.hub_config import read_config
 from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, TwoLevelLink
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS, find_model
@@ -32,6 +30,7 @@ from course_lib.core.records import (
     RunRecord,
 )
 from course_lib.core.specs import ModelSpec
+from course_lib.hub.config import read_config
 
 __all__ = [
     "COMMUNICATION_KINDS",

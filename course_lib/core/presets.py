@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from course_lib.core.errors import CourseError
-from course_lib.core.hub_config import read_config
 from course_lib.core.specs import Experts, ModelSpec, Rope
+from course_lib.hub.config import read_config
 
 SIZE = re.compile(r"(\d+x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])")  # such as the 13b of llama2-13b
 FAMILY = re.compile(r"[a-z]*")  # such as the llama of llama2-13b

@@ -1,6 +1,6 @@
 """The sizes of a transformer, from which its parameters, bytes and FLOPs follow.
 
-`course_lib.core.layers` lists the matrices of each layer of a spec, `course_lib.core.hub_config`
+`course_lib.core.layers` lists the matrices of each layer of a spec, `course_lib.hub.config`
 reads a spec from a Hugging Face `config.json`, and the presets are in `course_lib.core.presets`.
 Notebook 01_memory.
 """

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from course_lib.core.errors import CourseError
 from course_lib.debugging.gradient_types import TOLERANCES, GradientType, type_of_gradient
+from course_lib.debugging.kept_values import kept_path, largest_difference
 from course_lib.debugging.sketches import distance
 from course_lib.debugging.value_records import PHASES, RankValues, Value, read_values
 from course_lib.debugging.wholes import FLOOR, Key, WholeValue, axes_of, scales, wholes
@@ -123,12 +124,21 @@ class Comparison:
             f"first difference: {self.first}",
             f"  {(OF_COPIES if is_one else MEANS)[phase]}",
         ]
+        lines += [f"  {said}" for said in self._values_said()]
         kinds = [one.kind for one in self.of_first_step() if one.kind and not one.kind.is_right]
         lines += [f"  {kind}" for kind in kinds[:10]]
         lines += [f"  and {len(kinds) - 10} gradients more"] * (len(kinds) > 10)
         lines.append(f"{'phase':<16}{'compared':>9}{'differ':>8}  first")
         lines += [f"{one:<16}{n:>9}{bad:>8}  {said}" for one, n, bad, said in self.table()]
         return "\n".join(lines)
+
+    def _values_said(self) -> Iterator[str]:
+        """Yield where in the tensor the first difference is, if the runs kept its values."""
+        if self.first and self.is_by_rank:
+            (step, phase, tensor, call), rank = self.first.key, self.first.ranks[0]
+            a, b = (kept_path(Path(name), rank, step) for name in self.names)
+            said = largest_difference(a, b, (phase, tensor, call))
+            yield from [said] if said else []
 
 
 def compare_runs(
@@ -279,6 +289,9 @@ def _as_wholes(
     for key in dict.fromkeys([*right, *own]):
         step, phase, _, _ = key
         one, truth = _found(own, key), _found(right, key)
+        if step in steps and phase == "gradient" and (one is None) != (truth is None):
+            only = one or truth
+            found += [Difference(key, only.ranks, math.inf)] if only else []
         if step not in steps or one is None or truth is None:
             continue
         counts[step, phase] = counts.get((step, phase), 0) + 1

@@ -11,7 +11,7 @@ parallelism that the loss does not show is a confusion of the two.
     Partial     a term of the gradient           sum over the axis
     Mean        the gradient of its own data     average over the axis
 
-Source:  meta-pytorch/spmd_types 2026, README (Replicate, Invariant, Varying, Partial)
+Source:  meta-pytorch/spmd_types 2026, docs/local_spmd_types.md, "Types"; Mean is ours
 """
 
 import math

@@ -37,7 +37,7 @@ def hang_report(dumps: Sequence[Dump]) -> str:
         parts.append(f"{in_words(gone)} left no dump: ended, or without a flight recorder")
     if waits:
         lines = str(Report(waits=waits, restarted=False)).splitlines()
-        parts += lines if waiting == there else lines[1:]  # else somebody may still move
+        parts += lines[waiting != there or bool(gone) :]  # else somebody may still move
         parts.append(_since(dumps))
     elif opened := [call for dump in dumps if (call := _open_call(dump))]:
         first = min(opened, key=lambda call: call.since_ns)

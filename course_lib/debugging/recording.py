@@ -6,7 +6,7 @@ their gradients. It works on any module and any training loop.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from course_lib.checkpoint.model_state import model_shards, param_shards, whole_shard
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import Box, Shard
+from course_lib.debugging.kept_values import OfStep, keep_values, kept_path
 from course_lib.debugging.sketches import added, bit_hash, sketch
 from course_lib.debugging.value_records import Axes, Value, values_path, write_head
 
@@ -34,6 +35,7 @@ class Recording:
     model       says which shards of the whole model this rank has: the module itself, its wrapper,
                 or a `ModelPart`
     first_step  the number of the first step
+    values_of   steps whose values are kept, too
 
     Raises: CourseError for a folder that has the record of another run
     """
@@ -46,11 +48,14 @@ class Recording:
         model: Any = None,
         axes: Axes | None = None,
         first_step: int = 0,
+        values_of: Collection[int] = (),
     ) -> None:
         is_alone = not (dist.is_available() and dist.is_initialized())
         rank, world_size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
         self.model, self.step, self._calls = model or module, first_step, Counter[Any]()
-        path = values_path(Path(folder), rank)
+        self._folder, self._rank = Path(folder), rank
+        self._values_of, self._kept = values_of, dict[OfStep, list[Tensor]]()
+        path = values_path(self._folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             raise CourseError(
@@ -88,6 +93,9 @@ class Recording:
         """Record the parameters, and begin the next step."""
         self._shards("parameter", model_shards(self.model))
         self._file.flush()
+        if self._kept:
+            keep_values(kept_path(self._folder, self._rank, self.step), self._kept)
+            self._kept.clear()
         self.step += 1
         self._calls.clear()
 
@@ -126,6 +134,8 @@ class Recording:
         boxes, parts = zip(*shard.pieces, strict=True)
         call = self._calls[phase, name]
         self._calls[phase, name] += 1
+        if self.step in self._values_of:
+            self._kept[phase, name, call] = [part.detach().cpu().clone() for part in parts]
         flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         value = Value(
             step=self.step,
@@ -151,6 +161,7 @@ def record_run(
     model: Any = None,
     axes: Axes | None = None,
     first_step: int = 0,
+    values_of: Collection[int] = (),
 ) -> Iterator[Recording]:
     """Record the values of a training loop in the folder, one file per rank.
 
@@ -161,13 +172,17 @@ def record_run(
     Without an optimizer, the loop calls `gradients()` before its update and `step_done()` after it.
     Record a second run in another folder, and see `compare_runs`.
 
-    axes     this rank's index and the size of each axis of the mesh: {"dp": (1, 2)}
+    axes       this rank's index and the size of each axis of the mesh: {"dp": (1, 2)}
+    values_of  steps whose values are kept, too: those in which the fingerprints differ. Then
+               `compare_runs` says where in a tensor they do
 
     Cost:    a hash and a sketch of every activation, gradient and parameter, on the CPU: for small
              models; no communication
     Raises:  CourseError for a folder that has the record of another run
     """
-    recording = Recording(module, folder, model=model, axes=axes, first_step=first_step)
+    recording = Recording(
+        module, folder, model=model, axes=axes, first_step=first_step, values_of=values_of
+    )
     if optimizer is not None:
         recording.watch(optimizer)
     try:

@@ -31,8 +31,6 @@ def sketch(part: Tensor, box: Box, shape: Sequence[int]) -> Sketch:
     The random tensors are products of a vector per dim, so a rank makes only vectors.
 
     Cost:    2 * WIDTH FLOP per element, in float64
-    Source:  the projections of Johnson and Lindenstrauss 1984; that a sketch of sums and of shards
-             is a sum makes it one for distributed tensors
     """
     found = part.detach().to("cpu", torch.float64).unsqueeze(-1).expand(*part.shape, WIDTH)
     for dim in reversed(range(part.dim())):

@@ -154,7 +154,8 @@ def _exchange_counts(
     sizes = torch.stack([counts.view(p, -1).sum(1), by_rank.sum(1)]).tolist()  # one wait
     expert = torch.arange(by_rank.shape[1], device=counts.device).repeat(p)
     by_expert = expert.repeat_interleave(arriving).argsort(stable=True)
-    return Plan(group, slots // top_k, slots, *sizes, by_expert), by_rank.sum(0)
+    sent, received = sizes
+    return Plan(group, slots // top_k, slots, sent, received, by_expert), by_rank.sum(0)
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:

@@ -44,19 +44,23 @@ def skewed_choices(tokens: int, experts: int, active: int, skew: float = 1.0) ->
 
 def routing_of(choices: Tensor, num_experts: int) -> Routing:
     """Return the routing that sends tokens to given experts, with equal weights."""
-    scores = torch.full((len(choices), num_experts), 1 / num_experts)
-    return Routing(choices, torch.full(choices.shape, 1 / choices.shape[1]), scores)
+    (tokens, active), device = choices.shape, choices.device
+    scores = torch.full((tokens, num_experts), 1 / num_experts, device=device)
+    return Routing(choices, torch.full((tokens, active), 1 / active, device=device), scores)
 
 
 class ChosenRouter(nn.Module):
     """A router that sends each token where it is told."""
 
+    choices: Tensor
+
     def __init__(self, choices: Tensor, num_experts: int) -> None:
         super().__init__()
-        self.routing = routing_of(choices, num_experts)
+        self.register_buffer("choices", choices)
+        self.num_experts = num_experts
 
     def forward(self, _tokens: Tensor) -> Routing:
-        return self.routing
+        return routing_of(self.choices, self.num_experts)
 
 
 def divided_layer(sizes: RoutedSizes, choices: Tensor) -> MoE:

@@ -71,8 +71,8 @@ def parallelize_experts(
              MeshError unless the ranks divide the experts
     Source:  Lepikhin et al. 2020 (GShard), section 3; Rajbhandari et al. 2022 (DeepSpeed-MoE)
     """
-    groups = group if isinstance(group, ExpertGroups) else ExpertGroups(group, None)
-    ep = member_of(groups.ep, "parallelize_experts")
+    shared, same = group if isinstance(group, ExpertGroups) else (group, None)
+    ep = member_of(shared, "parallelize_experts")
     tp = None if expert_tp is None else member_of(expert_tp, "parallelize_experts")
     layers = _layers_of(model)
     for layer in layers:
@@ -89,8 +89,8 @@ def parallelize_experts(
         sources = ep.ranks if tp is None else (*ep.ranks, *tp.ranks)
         for param in layer.experts.parameters():
             mark_split(param, EXPERT_PARALLEL, sources)
-            if groups.expert_dp is not None:
-                average_over(param, groups.expert_dp, ep.size * (1 if tp is None else tp.size))
+            if same is not None:
+                average_over(param, same, ep.size * (1 if tp is None else tp.size))
     return model
 
 

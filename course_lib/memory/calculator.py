@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
-from course_lib.core.hub_config import read_config
 from course_lib.core.layers import layer_kinds
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS, find_model
@@ -24,6 +23,7 @@ from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import mfu, six_n_d, train_step_flop
 from course_lib.cost.hardware import Device, find_device
 from course_lib.cost.params import active_params, count_params, layers_params, params_on_rank
+from course_lib.hub.config import read_config
 from course_lib.memory.formulas import activations, kv_cache, step_ledger
 
 KINDS = ("params", "grads", "optim_state", "activations")

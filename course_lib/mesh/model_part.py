@@ -29,16 +29,16 @@ class ModelPart(Generic[OverDp]):
     """This rank's part of a model that all ranks have built from the same seed.
 
     module    the model, with tp its layers' shards; with pp the stage of them
-    places    where each of its parameters stands in the whole model
+    places    where each of its parameters, and saved buffers, stands in the whole model
     wrapped   what averages, or shards, over the ranks that hold the same part
     shard_of  of a parameter that is sharded over copies: the shard of the module's parameter that a
               tensor laid out like it is; others are whole
     """
 
     module: nn.Module
-    places: Mapping[nn.Parameter, InWhole]
+    places: Mapping[Tensor, InWhole]
     wrapped: OverDp
-    shard_of: dict[nn.Parameter, ShardOf] = field(default_factory=dict)
+    shard_of: dict[Tensor, ShardOf] = field(default_factory=dict)
 
     def param_shards(self) -> list[ParamShard]:
         """Return this rank's parameters, each with its shard of the whole one."""
@@ -121,13 +121,13 @@ def apply_methods(
     after = dict(zip(before, module.parameters(), strict=True))  # FSDP has replaced them by shards
     if isinstance(module, Stage):
         module.tied = [replace(tied, param=after[tied.param]) for tied in module.tied]
-    found = {after[param]: places[param] for param in before}
+    found: dict[Tensor, InWhole] = {after[param]: places[param] for param in before}
     return ModelPart(module, found | {one: places[one] for one in buffers}, wrapped)
 
 
-def _places_in(whole: nn.Module) -> dict[nn.Parameter, InWhole]:
+def _places_in(whole: nn.Module) -> dict[Tensor, InWhole]:
     """Return the places of a model's parameters, which tensor parallelism may have split."""
-    splits, names = shards_of_split(whole), dict[nn.Parameter, tuple[str, ...]]()
+    splits, names = shards_of_split(whole), dict[Tensor, tuple[str, ...]]()
     for name, param in whole.state_dict(keep_vars=True).items():
         names[param] = (*names.get(param, ()), name)  # a tied one has two
     return {param: InWhole(of, splits.get(of[0], same_shard)) for param, of in names.items()}

@@ -264,7 +264,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) 
     """
     if q.is_meta:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(q, k, v, **options)[0]  # type: ignore[no-any-return]
+        return flash(q, k, v, **options)[0]
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
 
 

@@ -220,7 +220,8 @@ def aux_loss(routing: Routing, tokens_per_expert: Tensor | None = None) -> Tenso
         tokens_per_expert = count_tokens(routing.experts, num_experts)
     shares = tokens_per_expert / tokens_per_expert.sum().clamp(min=1)
     scores = routing.scores / routing.scores.sum(-1, keepdim=True)
-    return num_experts * (shares.to(scores.dtype) * scores.mean(0)).sum()
+    means = scores.sum(0) / max(len(scores), 1)
+    return num_experts * (shares.to(scores.dtype) * means).sum()
 
 
 def move_bias(bias: Tensor, tokens_per_expert: Tensor, step: float) -> Tensor:

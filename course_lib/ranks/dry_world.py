@@ -33,7 +33,7 @@ class NoBoard(CallBoard):
     def post(self, *_: object) -> None:
         """Write nothing, as there is nobody to read it."""
 
-    mark = drop = block = post
+    mark = drop = block = post  # type: ignore[assignment]
 
     def agrees(self, rank: int, post: Post) -> bool:
         """Return True: no rank has announced another call."""

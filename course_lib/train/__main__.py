@@ -15,9 +15,9 @@ from typing import Any
 import typer
 
 from course_lib.core.errors import CourseError, MeshError
-from course_lib.core.hub_config import read_config
 from course_lib.core.presets import ENCODERS, find_model
 from course_lib.core.specs import ModelSpec
+from course_lib.hub.config import read_config
 from course_lib.mesh.mesh import Mesh, read_mesh
 from course_lib.train import options as o
 from course_lib.train.config import TrainConfig, one_of, positive, was_restarted
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     app(args=arguments, obj=arguments, prog_name=COMMAND)
 
 
-@app.command(help=HELP)
+@app.command(help=HELP)  # its docstring
 def train(
     context: typer.Context,
     strategy: o.StrategyOption = None,
@@ -113,11 +113,10 @@ def train(
     async_save: o.AsyncSave = False,
     checkpoint_format: o.CheckpointFormat = "course",
     resume: o.Resume = False,
-    dry_run: o.DryRun = False,
+    dry_run: o.DryRunOption = False,
     cluster: o.ClusterOption = "dgx-h100",
     record_values: o.RecordValues = None,
 ) -> None:
-    """Train a GPT or a BERT; `HELP` is what --help says."""
     raise typer.Exit(run(context.params, context.obj))
 
 

@@ -189,6 +189,11 @@ class TrainConfig:
         return 2 if self.schedule in V_SCHEDULES else self.model_chunks or 1
 
     @property
+    def uses_framework(self) -> bool:
+        """Whether a framework trains the model, and keeps its state to itself."""
+        return self.strategy.startswith(("deepspeed", "accelerate", "lightning", "megatron"))
+
+    @property
     def checkpoints(self) -> Path | None:
         """The folder of the checkpoints, whether it exists or not; None without `out`."""
         return Path(self.out) / CHECKPOINTS if self.out else None
@@ -259,6 +264,7 @@ class TrainConfig:
         names += ["aux_weight", "bias_step"] * (model.experts is not None)
         names += ["clip_norm", "compute_dtype", "momentum", "warmup", "lr_decay"]
         names += ["steps"] * (self.lr_decay is not None)
+        names += ["strategy", "tp", "pp", "schedule", "model_chunks"] * self.uses_framework
         return {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
 
     def plain(self, model: ModelSpec, data: str, dp: int) -> dict[str, Any]:

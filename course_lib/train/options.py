@@ -41,8 +41,8 @@ Init = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="A GPT: tiny (the default), small, moe-tiny, gpt2-char, study-10m, another preset, or the path "
-        "of a config.json. A BERT: bert-tiny or bert-dialogues."
+        help="A GPT: tiny (the default), small, moe-tiny, gpt2-char, study-10m, another preset, or "
+        "the path of a config.json. A BERT: bert-tiny or bert-dialogues."
     ),
 ]
 Layers = Annotated[int | None, typer.Option(help="Number of layers, instead of the preset's.")]
@@ -83,8 +83,8 @@ MeshOption = Annotated[
     typer.Option(
         help="Sizes of the axes, such as dp=2,pp=2,tp=2: copies of the model (or shards of them, "
         "with zero1 to zero3 and fsdp), pipeline stages, ranks that split every layer, and "
-        "cp=2: ranks that split every sequence. ep=2: of the ranks of dp and cp, how many share the "
-        "experts of a layer. Without dp: as many copies as --ranks gives."
+        "cp=2: ranks that split every sequence. ep=2: of the ranks of dp and cp, how many share "
+        "the experts of a layer. Without dp: as many copies as --ranks gives."
     ),
 ]
 CpForm = Annotated[
@@ -182,7 +182,7 @@ EvalOnly = Annotated[
     bool,
     typer.Option("--eval-only", help="Only a validation loss: with --init, or with --resume."),
 ]
-DryRun = Annotated[
+DryRunOption = Annotated[
     bool,
     typer.Option(
         "--dry-run",

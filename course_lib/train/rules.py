@@ -14,8 +14,7 @@ from course_lib.core.layers import layers
 
 COMPUTE_DTYPES = ("bfloat16",)
 NOT_OVER_TOKENS = ("deepspeed", "accelerate", "lightning", "megatron")
-OVER_EXPERTS = ("single", "naive-dp", "ddp", "zero1", "zero2", "zero3", "fsdp")
-OVER_EXPERTS += ("zero1-offload", "zero2-offload", "zero3-offload")
+OVER_EXPERTS = ("single", "naive-dp", "ddp", "fsdp", "zero")  # how their names begin
 WHOLE = ("single", "naive-dp", "ddp", "torch-ddp")  # strategies that copy the model
 ONE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")  # schedules that do not split it
 
@@ -164,7 +163,7 @@ def _check_experts(config: Any) -> None:
                 model.experts.count % ep
             ),
             f"--strategy {name}: need ep=1, as it knows no experts that fewer ranks hold": (
-                ep > 1 and name not in OVER_EXPERTS
+                ep > 1 and not name.startswith(OVER_EXPERTS)
             ),
             "--strategy megatron: need a dense model": name == "megatron",
             "--sequence-parallel: need a dense model": config.sequence_parallel,
@@ -175,14 +174,15 @@ def _check_experts(config: Any) -> None:
         }
     for need, is_broken in needs.items():
         if is_broken:
-            raise CourseError(f"{need}; got model {model.name} and ep={ep}. Try docs/training.md.")
+            raise CourseError(
+                f"{need}; got model {model.name} and ep={ep}. Try --model moe-tiny --strategy ddp."
+            )
 
 
 def check_fits(config: Any) -> None:
     """Check that the options fit each other. Raises: CourseError or MeshError"""
     name = config.strategy
-    framework = name.startswith(NOT_OVER_TOKENS)
-    whole_layers = framework and name != "megatron"
+    whole_layers = config.uses_framework and name != "megatron"
     if (whole_layers or name == "torch-fsdp") and config.tp * config.pp > 1:
         raise MeshError(
             f"--strategy {name}: need tp=1 and pp=1, as it shards whole layers; got "
@@ -216,7 +216,7 @@ def check_fits(config: Any) -> None:
             f"--async-save: need --checkpoint-format course; got {config.checkpoint_format}. "
             "Try it without --async-save."
         )
-    if framework:
+    if config.uses_framework:
         _check_framework(config)
     if config.eval_only and not (config.init or config.resume):
         raise CourseError(
@@ -246,19 +246,15 @@ def _check_sharded_stages(config: Any) -> None:
 
 def _check_framework(config: Any) -> None:
     name = config.strategy
-    if config.save_every or config.resume:
-        raise CourseError(
-            f"--save-every, --resume: need a strategy that saves the state of one process; got "
-            f"{name}, which keeps its own. Try --strategy fsdp."
-        )
     if "deepspeed" in name and config.dtype != "float32":
         raise CourseError(
             f"--dtype: need float32 with {name}, as it reduces gradients in float32; "
             f"got {config.dtype}."
         )
-    given = {"--clip-norm": config.clip_norm, "--warmup": config.warmup}
-    given |= {"--lr-decay": config.lr_decay, "--eval-every": config.eval_every}
-    given |= {"--eval-only": config.eval_only, "--record-values": config.record_values}
+    given = {"--clip-norm": config.clip_norm, "--async-save": config.async_save}
+    given |= {"--checkpoint-format": config.checkpoint_format != "course"}
+    given |= {"--eval-every": config.eval_every, "--eval-only": config.eval_only}
+    given |= {"--record-values": config.record_values}
     if option := next((option for option, value in given.items() if value), ""):
         raise CourseError(
             f"{option}: need a strategy of the course or of PyTorch; got {name}. "

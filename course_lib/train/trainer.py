@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from course_lib.accumulation.accumulation import by_tokens, split_micro_batches
 from course_lib.checkpoint.agree import from_all, from_first
-from course_lib.checkpoint.from_hub import load_hugging_face
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.core.specs import ModelSpec
 from course_lib.debugging.recording import Recording
 from course_lib.expert_parallel import expert_groups, parallelize_experts
+from course_lib.hub.loading import load_hugging_face
 from course_lib.mesh.model_part import apply_methods
 from course_lib.models import BERT, GPT
 from course_lib.models.data import mixed_seed
@@ -50,7 +50,7 @@ from course_lib.train.profiler import StepProfiler
 from course_lib.train.progress import Progress, ProgressBar
 from course_lib.train.rules import check_profiled_steps, profiled_steps
 from course_lib.train.run_folder import check_files
-from course_lib.train.strategies import STRATEGIES, over_tokens
+from course_lib.train.strategies import STRATEGIES, over_tokens, scheduler_note
 
 RECOMPUTE = {"full": recompute_full, "selective": recompute_selective}
 
@@ -153,6 +153,8 @@ class Trainer:
             if self.config.eval_only:
                 self._evaluate(bar)
                 return self.record
+            if every and (told := scheduler_note(self.config, self.record.world_size)):
+                bar.say(told)
             is_over = self.is_done or preemption.is_agreed
             while not is_over:
                 preemption.ask()
@@ -194,7 +196,7 @@ class Trainer:
         found = self._gradients(batch)
         with span("optimizer"):
             norm = self.adapter.clip(config.clip_norm) if config.clip_norm else None
-            for group in self.adapter.optimizer.param_groups if self.adapter.optimizer else ():
+            for group in self.adapter.optimizer.param_groups:
                 group["lr"] = config.lr_at(n)
             self.adapter.step()
         if self.recording:
@@ -204,7 +206,7 @@ class Trainer:
         self.progress.step_done(config.global_batch * config.seq)
         num_tokens = self.mesh.part_of(batch[0]).numel() * self.mesh.reports
         times = {"start_s": start_s - self._zero_s, "end_s": time.perf_counter() - self._zero_s}
-        more = times if norm is None else times | {"grad_norm": norm}
+        more: dict[str, Any] = times if norm is None else times | {"grad_norm": norm}
         if loads := self.routed.end(self.mesh.copies, config.bias_step):
             more |= {"tokens_per_expert": loads}
         self.metrics.step_done(found, step=n, num_tokens=num_tokens, **more)
@@ -246,7 +248,10 @@ class Trainer:
         """Keep other runs out of the folder, and load the latest checkpoint to resume from."""
         config, self._lock = self.config, ExitStack()
         self._preemption = Preemption(bool(config.save_every))
-        self.checkpoints = RunCheckpoints(config, config.identity(self.spec, self.data.identity))
+        identity = config.identity(self.spec, self.data.identity)
+        if config.uses_framework:
+            identity["ranks"] = self.record.world_size  # each has files of its own
+        self.checkpoints = RunCheckpoints(config, identity)
         restarted = any(from_all(was_restarted, None))  # ranks that join others may be new
         from_first(lambda: check_files(config, restarted), None)
         folder, has_folder = Path(config.out or ""), config.out is not None

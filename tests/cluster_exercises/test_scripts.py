@@ -29,6 +29,8 @@ REFUSED = {
     "14_checkpoint --mtbf-hours 0": "--mtbf-hours above 0",
     "15_context_parallel --heads 3 --kv-heads 2": "num_heads divisible by kv_heads",
     "15_context_parallel --turns 0": "--turns above 0",
+    "16_experts --active 20": "active of at most experts",
+    "16_experts --turns 0": "--turns above 0",
 }
 
 

@@ -45,13 +45,14 @@ def test_a_sketch_is_linear_and_adds_up_over_shards(shape):
 # -- any training loop ---------------------------------------------------------------------------
 
 
-def recorded(folder, fault="", *, scale=1.0, rank=0, world_size=1, reduce=None, steps=3):
+def recorded(folder, fault="", *, rank=0, world_size=1, reduce=None, steps=3, values_of=()):
     """Train a small model on this rank's half of the data, with one fault from step 1 on."""
     torch.manual_seed(1 if fault == "seed" else 0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     data = torch.randn(steps, 6, 4, dtype=torch.float64, generator=torch.manual_seed(2))
-    with record_run(model, folder, optimizer, axes={"dp": (rank, world_size)}):
+    axes = {"dp": (rank, world_size)}
+    with record_run(model, folder, optimizer, axes=axes, values_of=values_of):
         for step, batch in enumerate(data):
             is_on = step == 1
             if fault == "data" and is_on:
@@ -100,6 +101,21 @@ def test_the_first_difference_is_where_the_fault_is(fault, right, tmp_path):
     assert (
         "1 of" in "".join(text.get_text() for text in figure.axes[0].texts) or fault != "gradient"
     )
+
+
+def test_kept_values_say_which_elements_differ(tmp_path):
+    for name, fault in (("a", "gradient"), ("b", "")):
+        recorded(tmp_path / name, fault, values_of=[1])
+    kept = torch.load(tmp_path / "b" / "rank0-step1.pt")[repr(("gradient", "0.bias", 0))][0]
+    most = kept.abs().argmax().item()
+    told = str(compare_runs(tmp_path / "a", tmp_path / "b"))
+    assert (
+        f"8 of 8 values differ, most at [{most}]: {2 * kept[most]:.6g} and {kept[most]:.6g}" in told
+    )
+    assert not (tmp_path / "a" / "rank0-step0.pt").exists()
+    (tmp_path / "a" / "rank0-step1.pt").write_bytes(b"x")
+    with pytest.raises(CourseError, match="need kept values; got a file that is spoilt"):
+        str(compare_runs(tmp_path / "a", tmp_path / "b"))
 
 
 def test_the_same_run_again_does_not_differ(right, tmp_path):
@@ -157,6 +173,8 @@ MESHES = {  # a run on two ranks; what is patched away; parameters whose gradien
     "tied": ({"pp": 2}, ("pp", {"embedding.weight"})),
     "fsdp": ({"strategy": "fsdp"}, ()),
     "zero": ({"strategy": "zero2"}, ()),
+    "torch-fsdp": ({"strategy": "torch-fsdp"}, ()),
+    "zb-v": ({"pp": 2, "schedule": "zb-v", "micro_batch": 1}, ()),
 }
 
 

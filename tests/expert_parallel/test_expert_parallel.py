@@ -251,7 +251,7 @@ def test_experts_that_are_split_have_the_numbers_of_one_process(pools, ep):
 
 
 def sent(rank):
-    """The bytes that a rank sends for copies, and for counts; every expert has two of its copies."""
+    """The bytes that a rank sends for copies, and for counts; two copies go to every expert."""
     first = torch.arange(8)
     experts = torch.stack([first, (first + 1) % 8], dim=1)
     weights = torch.rand(8, 2, dtype=torch.float64).requires_grad_()

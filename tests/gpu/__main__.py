@@ -42,6 +42,7 @@ def all_proofs() -> list[Proof]:
         Proof(name="fp8", run=speed.prove_fp8, limit_s=30, on_cpu=False),
         Proof(name="shared-gpu", run=ranks.prove_shared_gpu, limit_s=150),
         Proof(name="bf16", run=ranks.prove_bf16),
+        Proof(name="context-parallel", run=ranks.prove_context_parallel, on_cpu=False),
         Proof(name="profiler", run=lessons.prove_profiler),
         Proof(name="lessons", run=lessons.prove_lessons, limit_s=400),
     ]

@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional as F
 
+from course_lib.context_parallel import ring_attention, shard
 from course_lib.core import ModelSpec
 from course_lib.core.presets import find_model
 from course_lib.ranks import Ranks
@@ -31,6 +35,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "tp=2, sequence parallel": {"tp": 2, "sequence_parallel": True},
     "pp=2, 1f1b": {"pp": 2},
     "pp=2, zb-h1": {"pp": 2, "schedule": "zb-h1"},
+    "cp=2, ring": {"strategy": "fsdp", "cp": 2},
+    "cp=2, Ulysses": {"strategy": "ddp", "cp": 2, "cp_form": "ulysses"},
     "megatron tp=2": {"strategy": "megatron", "tp": 2},
 }
 ROUNDING = 1e-9  # relative, of float64, where sums run in another order
@@ -157,3 +163,34 @@ def prove_bf16(rehearsal: bool) -> Iterator[Finding]:
                   measured=difference, high=2**-7)  # fmt: skip
     yield Finding(what="FSDP in bf16: the same, too large for fp32", measured=difference,
                   low=2**-23)  # fmt: skip
+
+
+def torch_context_parallel(rank: int) -> tuple[float, float]:
+    """Return how far attention in PyTorch's `context_parallel`, and in our ring, is from one GPU's.
+
+    Its default balances a causal mask by a zigzag, as ours is told to.
+    """
+    torch.manual_seed(0)
+    p, device = dist.get_world_size(), rank_device()
+    whole = [torch.randn(1, 4, 512, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    alone = F.scaled_dot_product_attention(*whole, is_causal=True)
+    wanted = shard(alone, rank, p, "zigzag", dim=2)
+    q, k, v = (shard(x, rank, p, "zigzag", dim=2) for x in whole)
+    ours = ring_attention(q, k, v, layout="zigzag")
+    mesh = init_device_mesh(device.type, (p,))
+    with context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2]):
+        theirs = F.scaled_dot_product_attention(*whole, is_causal=True)
+    errors = [(found - wanted).abs().max().item() for found in (theirs, ours)]
+    return errors[0], errors[1]
+
+
+def prove_context_parallel(rehearsal: bool) -> Iterator[Finding]:
+    """Compare PyTorch's context parallelism, which needs a kernel of a GPU, with attention alone.
+
+    On two GPUs if they are there; on one, where nothing is sent, else.
+    """
+    with Ranks(min(2, torch.cuda.device_count())) as ranks:
+        for rank, (theirs, ours) in enumerate(ranks.run(torch_context_parallel)):
+            of = f"attention on rank {rank} of {ranks.world_size}, largest error in bf16"
+            yield Finding(what=f"context_parallel of PyTorch: {of}", measured=theirs, high=2**-4)
+            yield Finding(what=f"ring_attention: {of}", measured=ours, high=2**-4)

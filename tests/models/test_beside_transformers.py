@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from course_lib.checkpoint.hub_names import renamed
-from course_lib.core.hub_config import read_config
+from course_lib.hub.config import read_config
+from course_lib.hub.names import renamed
 from course_lib.models import GPT, token_batch
 
 transformers = pytest.importorskip("transformers")

@@ -17,8 +17,8 @@ COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_
 LATER = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 ENGINES = ("deepspeed", "accelerate", "transformers", "lightning_fabric", "megatron", "matplotlib")
 ON_DEMAND = (
-    *("checkpoint", "collectives", "context_parallel", "data_parallel", "ddp", "fsdp", "mesh"),
-    *("pipeline", "recompute", "tensor_parallel", "zero"),
+    *("checkpoint", "collectives", "context_parallel", "data_parallel", "ddp", "expert_parallel"),
+    *("fsdp", "mesh", "pipeline", "recompute", "tensor_parallel", "zero"),
 )
 RANK = """
 import os, sys
@@ -54,6 +54,7 @@ def imported_by(code: str) -> set[str]:
         (COMMAND.format(SEARCH.split()), HEAVY),
         ("import course_lib.planner", (*HEAVY, "rich", "typer")),
         ("import course_lib.context_parallel.cost", HEAVY),
+        ("import course_lib.expert_parallel.cost", HEAVY),
         ("import course_lib.train.launcher", HEAVY),
         ("import course_lib.train.trainer", (*COMPILER, *LATER, *ENGINES)),
     ],

@@ -15,11 +15,13 @@ LAYERS = (  # a package imports only from what stands before it
     *("core", "cost", "models", "ranks", "frameworks", "collectives", "display"),
     *("memory", "speed", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
     *("pipeline", "zero", "fsdp", "context_parallel", "expert_parallel", "mesh", "checkpoint"),
-    "debugging",
+    *("debugging", "hub"),
     *("train", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )
 WINGS = {"course_lib": LAYERS, "course_tools": (*LAYERS, "authoring", "grading", "commands")}
+WITH_CORE = ("config", "families", "fields", "parts", "usual")  # of hub: how a spec is read
 NO_TORCH = (  # formulas and simulations, by path or by the name of the file
+    *(f"hub/{name}" for name in WITH_CORE),
     *("core/", "cost/", "cost.py", "live.py", "collectives/messages.py"),
     *("pipeline/actions.py", "pipeline/schedules.py", "pipeline/schedule_rules.py"),
     "pipeline/live_by_hand.py",
@@ -71,6 +73,8 @@ def problem_of(name: str, path: Path) -> str | None:
     if len(parts) == 1 or here == file:  # course_lib/__init__.py
         return None if len(parts) == 1 else f"imports {parts[1]}, and stands above every package"
     there, layers = parts[1], WINGS[wing]
+    here = "core" if here == "hub" and path.stem in WITH_CORE else here
+    there = "core" if there == "hub" and parts[2] in WITH_CORE else there
     if file == "__main__.py":  # a command: it may use all packages, and none uses it
         return None
     if there not in layers or layers.index(there) > layers.index(here):

@@ -36,6 +36,7 @@ PUBLIC = {
     "read_tensor rng_state set_rng_state",
     "context_parallel": "all_gather_attention attend_block block_gradients context_loss merge "
     "parallelize_context positions ring_attention shard shard_batch ulysses_attention unshard",
+    "expert_parallel": "dispatch combine parallelize_experts expert_groups ExpertGroups",
     "planner": "Plan Cluster predict search PredictedStep SearchResult find_cluster cluster_for",
     "cost.flops": "train_step_flop mfu",
     "checks": "check",
@@ -49,6 +50,7 @@ PUBLIC = {
 LESSONS = (
     *("accumulation", "recompute", "memory", "speed", "collectives", "data_parallel", "ddp"),
     *("tensor_parallel", "pipeline", "zero", "fsdp", "planner", "checkpoint", "context_parallel"),
+    "expert_parallel",
 )
 
 

@@ -62,7 +62,8 @@ def test_each_page_that_was_promised_is_there(site: Site):
     published = [f"published/{path.stem}.html" for path in tables]
     lessons = [f"notebooks/{stem}.html" for stem in LESSONS]
     packages = [f"api/{stem.partition('_')[2]}.html" for stem in LESSONS]
-    wanted = {"index.html", "search.html", *docs, *published, *lessons, *packages}
+    wanted = {"index.html", "search.html", "play/index.html", "play/schedule_by_hand.html"}
+    wanted |= {*docs, *published, *lessons, *packages}
     assert wanted <= set(site.pages)
 
 
@@ -312,9 +313,27 @@ def test_the_front_page_has_the_map(learners: Site):
 @pytest.mark.parametrize("stem", LESSONS)
 def test_a_page_that_speaks_of_sliders_says_where_they_are(learners: Site, stem: str):
     words = "".join(learners.pages[f"notebooks/{stem}.html"].words)
-    assert ("slider" in (ROOT / f"notebooks/source/{stem}.py").read_text()) == (
-        "The sliders are in the notebook" in words
-    )
+    told = ("The sliders are in the notebook", "Move the sliders here")
+    speaks = "slider" in (ROOT / f"notebooks/source/{stem}.py").read_text()
+    assert speaks == any(one in words for one in told)
+
+
+def test_the_front_page_has_a_question_with_its_commands_before_it(learners: Site):
+    page = (learners.folder / "index.html").read_text()
+    command, question = page.index("make lab"), page.index("data-quiz=")
+    assert command < question < page.index("predict_run_compare")
+    for name in ("play/index.html", "docs/teaching.html", "docs/cluster_operator.html"):
+        assert name in learners.pages["index.html"].links
+
+
+def test_a_lesson_has_a_share_card_with_a_picture_that_is_there(learners: Site):
+    place = "https://somebody.github.io/their-course/"
+    for stem in LESSONS:
+        text = (learners.folder / f"notebooks/{stem}.html").read_text()
+        card = dict(re.findall(r'<meta property="(og:[\w:]+)" content="([^"]*)"', text))
+        assert card["og:title"]
+        assert card["og:image:alt"]
+        assert (learners.folder / card["og:image"].removeprefix(place)).is_file()
 
 
 def test_the_front_page_leads_to_the_first_lesson(learners: Site):

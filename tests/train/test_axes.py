@@ -12,6 +12,7 @@ import torch
 from course_lib.context_parallel.cost import FORMS, AttentionSizes
 from course_lib.context_parallel.lab import sent_by
 from course_lib.core import CourseError, ModelSpec
+from course_lib.core.specs import Experts
 from course_lib.mesh import clip
 from course_lib.models import GPT
 from course_lib.tensor_parallel.finish_watch import finishing
@@ -27,6 +28,10 @@ SPEC = ModelSpec(hidden=8, num_layers=4, num_heads=2, ffn_hidden=16, vocab=21, m
 UNTIED = replace(SPEC, tied=False, positions="rope", norm="rms", gated=True, bias=False)
 WIDE = replace(SPEC, hidden=16, num_heads=4)  # a rank of tp = 2 has heads for cp = 2
 SHARED = replace(UNTIED, num_kv_heads=1, qk_norm="head")  # both ranks of tp = 2 have its keys
+ROUTED = replace(
+    UNTIED,
+    experts=Experts(count=4, active=2, ffn_hidden=6, shared_hidden=4, dense_layers=(1,)),
+)
 EXACT = TrainConfig(model=SPEC, steps=3, global_batch=7, seq=8, dtype="float64", every=0, lr=0.01)
 # the sums over tokens, shards and micro-batches run in another order; float64 rounds at 1e-16
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
@@ -81,8 +86,25 @@ TABLE = [
     ("torch-fsdp", 2, 1, 1, CLIP | RING),
     ("naive-dp", 1, 1, 1, CLIP | {"cp": 4, "cp_layout": "striped"}),
 ]
+EXPERTS = [
+    ("ddp", 2, 1, 1, CLIP | {"ep": 2}),
+    ("naive-dp", 4, 1, 1, CLIP | {"ep": 2}),
+    ("ddp", 2, 1, 2, CLIP | {"ep": 2, "schedule": "zb-h1"}),
+    ("ddp", 2, 2, 1, CLIP | {"ep": 2}),
+    ("zero1", 4, 1, 1, CLIP | {"ep": 4}),
+    ("zero2", 4, 1, 1, CLIP | {"ep": 2}),
+    ("zero3", 2, 2, 1, CLIP | {"ep": 2}),
+    ("zero1-offload", 4, 1, 1, CLIP | {"ep": 2}),
+    ("fsdp", 4, 1, 1, CLIP | {"ep": 2}),
+    ("fsdp", 2, 1, 2, PARTS | KEPT | {"ep": 2}),
+    ("ddp", 2, 1, 1, CLIP | {"cp": 2, "ep": 2}),
+    ("fsdp", 1, 1, 1, CLIP | {"cp": 4, "ep": 2, "cp_form": "all_gather"}),
+    ("torch-ddp", 2, 1, 1, CLIP),
+]
 EIGHT = [
     ("fsdp", 2, 1, 2, CLIP | RING),
+    ("fsdp", 4, 1, 2, CLIP | {"ep": 2, "model": ROUTED}),
+    ("zero1", 4, 2, 1, CLIP | {"ep": 4, "model": ROUTED}),
     ("ddp", 2, 2, 1, CLIP | SP | {"cp": 2, "model": SHARED}),
     ("zero2", 1, 2, 2, CLIP | GATHER | {"model": UNTIED}),
     ("ddp", 2, 2, 2, CLIP | SP),
@@ -94,6 +116,9 @@ EIGHT = [
     ("fsdp", 4, 2, 1, CLIP),
     ("fsdp", 2, 1, 4, CLIP),
 ]
+
+
+EXPERTS = [(*row[:4], row[4] | {"model": ROUTED}) for row in EXPERTS]
 
 
 def config_of(row):
@@ -137,6 +162,11 @@ def assert_that_of_one_process(rows, pools, by_hand):
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_strategy_on_every_mesh_has_the_numbers_of_one_process(first, pools, by_hand):
     assert_that_of_one_process(TABLE[first::2], pools, by_hand)
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_so_it_has_with_experts_divided_over_ranks(first, pools, by_hand):
+    assert_that_of_one_process(EXPERTS[first::2], pools, by_hand)
 
 
 @pytest.mark.nightly

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from course_lib.checkpoint import save
-from course_lib.checkpoint.convert import to_hugging_face
 from course_lib.core import CourseError, ModelSpec
-from course_lib.core.hub_config import read_config
+from course_lib.hub.config import read_config
+from course_lib.hub.convert import to_hugging_face
 from course_lib.models import BERT, GPT, IGNORED, next_tokens, token_batch, token_loss
 from course_lib.models.dialogues import SPECIAL, Dialogues, generated_dialogues
 from course_lib.models.text import Text, generated_text

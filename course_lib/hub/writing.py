@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
-from course_lib.core.hub_config import read_values
 from course_lib.core.layers import layers
 from course_lib.core.specs import Experts, ModelSpec
+from course_lib.hub.config import read_values
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu", "relu": "relu"}
 CLASSES = {

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from course_lib.checkpoint import load
-from course_lib.checkpoint.convert import spec_of, to_hugging_face
-from course_lib.checkpoint.from_hub import from_hugging_face, load_hugging_face
-from course_lib.checkpoint.hub_writing import config_of
 from course_lib.cli.commands import app
 from course_lib.core import CourseError
-from course_lib.core.hub_config import read_config
 from course_lib.core.presets import MODELS
 from course_lib.core.specs import Rope
+from course_lib.hub.config import read_config
+from course_lib.hub.convert import spec_of, to_hugging_face
+from course_lib.hub.loading import from_hugging_face, load_hugging_face
+from course_lib.hub.writing import config_of
 from course_lib.models import GPT, token_batch
 from course_lib.train.checkpoint import check_identity
 from tests.models.test_beside_transformers import CASES, EXPERTS, theirs

@@ -9,11 +9,11 @@ import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file
 
 from course_lib.checkpoint import save
-from course_lib.checkpoint.convert import to_dcp, to_full, to_hugging_face
 from course_lib.core import CourseError
-from course_lib.core.hub_config import read_config
 from course_lib.core.presets import MODELS
 from course_lib.core.specs import ModelSpec
+from course_lib.hub.config import read_config
+from course_lib.hub.convert import to_dcp, to_full, to_hugging_face
 from course_lib.models import GPT, token_batch
 
 TINY = MODELS["tiny"]

@@ -1,6 +1,6 @@
 """Convert a checkpoint: one safetensors file, a model of transformers, or PyTorch's own format.
 
-`from_hub.py` goes the other way. Safetensors files are written one tensor at a time. Notebook
+`loading.py` goes the other way. Safetensors files are written one tensor at a time. Notebook
 14_checkpoint.
 """
 
@@ -15,14 +15,14 @@ import torch
 
 from course_lib.checkpoint.data_file import DTYPES, NAMES
 from course_lib.checkpoint.folder import Checkpoint, Reported, read_tensor
-from course_lib.checkpoint.hub_names import IN_FILES, Renamed, renamed
-from course_lib.checkpoint.hub_writing import config_of
 from course_lib.checkpoint.local_state import LocalState
 from course_lib.checkpoint.model_state import whole_shard
 from course_lib.core.errors import CourseError
 from course_lib.core.files import whole_file, write_whole
 from course_lib.core.plain_values import build
 from course_lib.core.specs import ModelSpec
+from course_lib.hub.names import IN_FILES, Renamed, renamed
+from course_lib.hub.writing import config_of
 from course_lib.models import GPT
 
 

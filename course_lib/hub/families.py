@@ -2,7 +2,7 @@
 
 A function per architecture turns the fields of its config into those of a `ModelSpec`; `FAMILIES`
 has them by `model_type`. What the code takes for fields that a file does not have is in
-`course_lib.core.hub_usual`.
+`course_lib.hub.usual`.
 
 Source: the configuration and the model of each architecture in transformers 5
 """
@@ -10,9 +10,9 @@ Source: the configuration and the model of each architecture in transformers 5
 from collections.abc import Callable
 from typing import Any
 
-from course_lib.core import hub_parts as part
-from course_lib.core.hub_fields import ACTIVATIONS, Config, Fields
 from course_lib.core.specs import Experts, LatentAttention, Rope
+from course_lib.hub import parts as part
+from course_lib.hub.fields import ACTIVATIONS, Config, Fields
 
 
 def _gpt2(config: Config) -> Fields:

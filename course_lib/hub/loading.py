@@ -15,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from course_lib.checkpoint.folder import Checkpoint, Folder, Reported
-from course_lib.checkpoint.hub_names import IN_FILES, NAMES, Renamed, renamed
 from course_lib.checkpoint.saving import save
 from course_lib.core.errors import CourseError
 from course_lib.core.files import read_json
-from course_lib.core.hub_config import read_config
 from course_lib.core.specs import ModelSpec
+from course_lib.hub.config import read_config
+from course_lib.hub.names import IN_FILES, NAMES, Renamed, renamed
 from course_lib.models import GPT
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

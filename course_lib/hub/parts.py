@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from course_lib.core.hub_fields import ACTIVATIONS, Config, Fields
 from course_lib.core.plain_values import build
 from course_lib.core.specs import Experts, Rope
+from course_lib.hub.fields import ACTIVATIONS, Config, Fields
 
 
 def sizes(config: Config, rope: Rope) -> Fields:

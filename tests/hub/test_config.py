@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from course_lib.core import MODELS, CourseError, read_config
-from course_lib.core.hub_families import FAMILIES
-from course_lib.core.hub_usual import USUAL
 from course_lib.core.layers import layers
 from course_lib.cost.params import active_params, count_params
-from tests.core import hub_reference as reference
+from course_lib.hub.families import FAMILIES
+from course_lib.hub.usual import USUAL
+from tests.hub import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (ROOT / "tests/data/configs", ROOT / "course_lib/core/configs")  # the latter are presets

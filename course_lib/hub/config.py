@@ -1,6 +1,6 @@
 """Read a `ModelSpec` from a Hugging Face `config.json`.
 
-`course_lib.core.hub_families` says what each architecture's code does that its config.json does not
+`course_lib.hub.families` says what each architecture's code does that its config.json does not
 say. A field that is neither read there nor known to change no size is refused: ignored, it could
 make every count wrong without a word. Notebook 01_memory.
 """
@@ -11,10 +11,10 @@ from typing import Any
 
 from course_lib.core.errors import CourseError
 from course_lib.core.files import read_json
-from course_lib.core.hub_families import FAMILIES
-from course_lib.core.hub_fields import Config
-from course_lib.core.hub_usual import USUAL
 from course_lib.core.specs import ModelSpec
+from course_lib.hub.families import FAMILIES
+from course_lib.hub.fields import Config
+from course_lib.hub.usual import USUAL
 
 TIED = "tie_word_embeddings"
 # models of text and more that have the sizes in text_config; whether their code ties by itself

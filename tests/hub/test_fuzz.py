@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from course_lib.core import CourseError, read_config
-from course_lib.core.hub_families import FAMILIES
-from course_lib.core.hub_usual import USUAL
 from course_lib.core.layers import layers
 from course_lib.cost.params import count_params
-from tests.core import hub_reference as reference
-from tests.core.test_hub_config import small, write
+from course_lib.hub.families import FAMILIES
+from course_lib.hub.usual import USUAL
+from tests.hub import reference
+from tests.hub.test_config import small, write
 
 SEED = st.integers(0, 2**32)
 MISSING = object()
