@@ -47,20 +47,33 @@ class Case:
         return textwrap.dedent(inspect.getsource(self.faulty))
 
 
+def function_at(place: str) -> Callable[..., Any]:
+    """Return the function at a place."""
+    owner, name = _find(place)
+    found: Callable[..., Any] = vars(owner)[name]
+    return found
+
+
 @contextmanager
 def replaced(place: str, function: Callable[..., Any]) -> Iterator[None]:
     """Put a function in the place of another one, in this process, while the context lasts."""
-    module, _, path = place.partition(":")
-    owner: Any = import_module(module)
-    *classes, name = path.split(".")
-    for part in classes:
-        owner = getattr(owner, part)
-    before = owner.__dict__[name]
+    owner, name = _find(place)
+    before = vars(owner)[name]
     setattr(owner, name, function)
     try:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _find(place: str) -> tuple[Any, str]:
+    """Return the module or class of a place, and the function's name in it."""
+    module, _, path = place.partition(":")
+    owner: Any = import_module(module)
+    *classes, name = path.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    return owner, name
 
 
 TRAINER = "course_lib.train.trainer"
@@ -83,7 +96,7 @@ CASES = {
         faults.part,
         "loaders in the style of nanoGPT; accelerate #4233",
         2,
-        {"strategy": "ddp"},
+        {"strategy": "ddp", "lr": 5e-5},
     ),
     "every rank shuffles": Case(
         "An epoch takes as many steps as it should. The count of tokens is right.",
@@ -191,6 +204,6 @@ CASES = {
         faults.lr_at,
         "accelerate #963",
         2,
-        {"strategy": "ddp", "warmup": 10, "lr_decay": "cosine"},
+        {"strategy": "ddp", "warmup": 10, "lr_decay": "cosine", "lr": 5e-5},
     ),
 }

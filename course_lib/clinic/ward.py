@@ -42,21 +42,21 @@ def run_case(
     folder    for the recorded values; None: nothing is recorded
     function  what stands in the fault's place; None: the fault
     """
-    there = case.circumstances | {case.place: function or case.faulty}
+    there = {**case.circumstances, case.place: function or case.faulty}
     settings, losses = _settings(case, seed), Losses()
     with tempfile.TemporaryDirectory() as out, Ranks(case.ranks) as ranks:
         if every := settings.get("save_every"):  # the job is preempted in the middle
             settings["out"] = out
             losses += ranks.run(_trained, TrainConfig(**settings | {"steps": every}), there)[0]
             settings["resume"] = True
-        config = TrainConfig(**settings, record_values=folder and str(folder))
+        config = TrainConfig(**settings, record_values=str(folder) if folder else None)
         return losses + ranks.run(_trained, config, there)[0]
 
 
 def run_right(case: Case, folder: Path | None = None, *, seed: int = 0) -> Losses:
     """Train in one process what a case should have trained; return the loss of each step."""
     settings = {k: v for k, v in _settings(case, seed).items() if k not in SPLITTING}
-    config = TrainConfig(**settings, record_values=folder and str(folder))
+    config = TrainConfig(**settings, record_values=str(folder) if folder else None)
     with Ranks(1) as one:
         return one.run(_trained, config, case.circumstances)[0]
 
