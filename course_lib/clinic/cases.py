@@ -19,7 +19,7 @@ USUAL = {"steps": 50, "seq": 16, "global_batch": 4, "lr": 1e-4, "dtype": "float6
 
 
 @dataclass(frozen=True)
-class Case:
+class FaultyRun:
     """A training run with a fault.
 
     symptoms   what the one who brings the run knows
@@ -79,7 +79,7 @@ def _find(place: str) -> tuple[Any, str]:
 TRAINER = "course_lib.train.trainer"
 
 CASES = {
-    "unequal micro-batches": Case(
+    "unequal micro-batches": FaultyRun(
         "A BERT with dynamic padding, accumulated over two micro-batches on two ranks. It learns a "
         "little worse than the run with one large batch; nobody can say why.",
         f"{TRAINER}:by_tokens",
@@ -89,7 +89,7 @@ CASES = {
         {"strategy": "ddp", "micro_batch": 1},
         circumstances={"course_lib.train.data:NextTokens.batch": faults.padded_batch},
     ),
-    "one loader for all": Case(
+    "one loader for all": FaultyRun(
         "Throughput scales with the ranks, the loss falls as before; with four times the ranks it "
         "does not fall any faster.",
         "course_lib.train.mesh:TrainMesh.part_of",
@@ -98,7 +98,7 @@ CASES = {
         2,
         {"strategy": "ddp", "lr": 5e-5},
     ),
-    "every rank shuffles": Case(
+    "every rank shuffles": FaultyRun(
         "An epoch takes as many steps as it should. The count of tokens is right.",
         "course_lib.train.mesh:TrainMesh.part_of",
         faults.shuffled_part,
@@ -106,7 +106,7 @@ CASES = {
         2,
         {"strategy": "zero1"},
     ),
-    "a bias too many": Case(
+    "a bias too many": FaultyRun(
         "A model that was trained on one GPU goes on with tensor parallelism.",
         "course_lib.tensor_parallel.layers:RowParallelLinear.forward",
         faults.row_parallel,
@@ -115,7 +115,7 @@ CASES = {
         {"strategy": "ddp", "tp": 2},
         {"bias": True},
     ),
-    "norms apart": Case(
+    "norms apart": FaultyRun(
         "Sequence parallelism was switched on to save memory. Losses look the same.",
         "course_lib.mesh.clip:finish_gradients",
         faults.finish_gradients,
@@ -123,7 +123,7 @@ CASES = {
         2,
         {"strategy": "ddp", "tp": 2, "sequence_parallel": True, "optimizer": "sgd", "lr": 0.02},
     ),
-    "norm of norms": Case(
+    "norm of norms": FaultyRun(
         "With tensor parallelism the gradient norm in the log is larger than it was, and clipping "
         "sets in more often.",
         "course_lib.mesh.clip:counted_here",
@@ -132,7 +132,7 @@ CASES = {
         2,
         {"strategy": "ddp", "tp": 2, "clip_norm": 0.5},
     ),
-    "two ends of a pipeline": Case(
+    "two ends of a pipeline": FaultyRun(
         "Embedding and output projection are tied. After a day the checkpoint's two copies are "
         "no longer the same.",
         "course_lib.pipeline.engine:tied_summed",
@@ -141,7 +141,7 @@ CASES = {
         2,
         {"strategy": "ddp", "pp": 2},
     ),
-    "the first and the last": Case(
+    "the first and the last": FaultyRun(
         "Four micro-batches per step on PyTorch's DDP. Every rank's loss falls.",
         "course_lib.train.forward_backward:_one_by_one",
         faults.one_by_one,
@@ -149,7 +149,7 @@ CASES = {
         2,
         {"strategy": "torch-ddp", "micro_batch": 1},
     ),
-    "sharded too soon": Case(
+    "sharded too soon": FaultyRun(
         "ZeRO-2 was added to a pipeline.",
         "course_lib.train.optimizers:finish_over_axes",
         faults.finish_over_axes,
@@ -157,7 +157,7 @@ CASES = {
         4,
         {"strategy": "zero2", "pp": 2},
     ),
-    "pages from one": Case(
+    "pages from one": FaultyRun(
         "Long sequences, split over two ranks. The loss of both falls.",
         "course_lib.context_parallel.model:ShardPositions.__call__",
         faults.positions_of,
@@ -165,7 +165,7 @@ CASES = {
         2,
         {"strategy": "ddp", "cp": 2},
     ),
-    "the experts' share": Case(
+    "the experts' share": FaultyRun(
         "A mixture of experts, divided over two ranks. The load is balanced, the loss falls.",
         "course_lib.expert_parallel.model:_scale_grad",
         faults.scale_grad,
@@ -174,7 +174,7 @@ CASES = {
         {"strategy": "ddp", "ep": 2, "optimizer": "sgd", "lr": 0.02},
         {"experts": Experts(count=4, active=2, ffn_hidden=64)},
     ),
-    "its own ruler": Case(
+    "its own ruler": FaultyRun(
         "A run with FSDP and clipping. One process with the same batch ends elsewhere.",
         "course_lib.train.optimizers:clip_grad_norm_across",
         faults.clip,
@@ -182,7 +182,7 @@ CASES = {
         2,
         {"strategy": "fsdp", "clip_norm": 0.5},
     ),
-    "two masks": Case(
+    "two masks": FaultyRun(
         "Dropout and tensor parallelism; without dropout all is well.",
         f"{TRAINER}:Trainer._draws",
         faults.draws,
@@ -190,7 +190,7 @@ CASES = {
         2,
         {"strategy": "ddp", "tp": 2, "dropout": 0.1},
     ),
-    "a resume": Case(
+    "a resume": FaultyRun(
         "The job was preempted at step 25 and resumed. The loss went on where it had been.",
         "course_lib.train.checkpoint:RunCheckpoints.load",
         faults.load,
@@ -198,7 +198,7 @@ CASES = {
         2,
         {"strategy": "ddp", "save_every": 25},
     ),
-    "a fast clock": Case(
+    "a fast clock": FaultyRun(
         "Warm-up and cosine. On more ranks the run levels off earlier.",
         "course_lib.train.config:TrainConfig.lr_at",
         faults.lr_at,

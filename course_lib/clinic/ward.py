@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from course_lib.clinic.cases import CASES, USUAL, Case, replaced
+from course_lib.clinic.cases import CASES, USUAL, FaultyRun, replaced
 from course_lib.core.errors import CourseError
 from course_lib.core.presets import MODELS
 from course_lib.debugging import Comparison, compare_runs
@@ -23,7 +23,7 @@ SPLITTING = ("strategy", "tp", "pp", "cp", "ep", "sequence_parallel", "micro_bat
 Losses = list[float]
 
 
-def find_case(name: str) -> Case:
+def find_case(name: str) -> FaultyRun:
     """Return a case by its name. Raises: CourseError that names all"""
     if name not in CASES:
         raise CourseError(f"find_case: need one of {', '.join(CASES)}; got {name!r}.")
@@ -31,7 +31,7 @@ def find_case(name: str) -> Case:
 
 
 def run_case(
-    case: Case,
+    case: FaultyRun,
     folder: Path | None = None,
     *,
     function: Callable[..., Any] | None = None,
@@ -53,7 +53,7 @@ def run_case(
         return losses + ranks.run(_trained, config, there)[0]
 
 
-def run_right(case: Case, folder: Path | None = None, *, seed: int = 0) -> Losses:
+def run_right(case: FaultyRun, folder: Path | None = None, *, seed: int = 0) -> Losses:
     """Train in one process what a case should have trained; return the loss of each step."""
     settings = {k: v for k, v in _settings(case, seed).items() if k not in SPLITTING}
     config = TrainConfig(**settings, record_values=str(folder) if folder else None)
@@ -61,7 +61,7 @@ def run_right(case: Case, folder: Path | None = None, *, seed: int = 0) -> Losse
         return one.run(_trained, config, case.circumstances)[0]
 
 
-def examine(case: Case, function: Callable[..., Any] | None = None) -> Comparison:
+def examine(case: FaultyRun, function: Callable[..., Any] | None = None) -> Comparison:
     """Compare a case, or what a function makes of it, with the right run: the first difference."""
     with tempfile.TemporaryDirectory() as folder:
         right, brought_in = Path(folder) / "one process", Path(folder) / "the case"
@@ -70,7 +70,7 @@ def examine(case: Case, function: Callable[..., Any] | None = None) -> Compariso
         return compare_runs(right, brought_in)
 
 
-def _settings(case: Case, seed: int) -> dict[str, Any]:
+def _settings(case: FaultyRun, seed: int) -> dict[str, Any]:
     model = replace(MODELS["tiny"], **case.model)
     return {"model": model, "seed": seed, **USUAL, **case.settings}
 

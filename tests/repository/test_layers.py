@@ -16,7 +16,7 @@ LAYERS = (  # a package imports only from what stands before it
     *("memory", "speed", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
     *("pipeline", "zero", "fsdp", "context_parallel", "expert_parallel", "mesh", "checkpoint"),
     *("debugging", "hub"),
-    *("train", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
+    *("train", "clinic", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )
 WINGS = {"course_lib": LAYERS, "course_tools": (*LAYERS, "authoring", "grading", "commands")}
 WITH_CORE = ("config", "families", "fields", "parts", "usual")  # of hub: how a spec is read
