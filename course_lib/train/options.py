@@ -182,6 +182,10 @@ EvalOnly = Annotated[
     bool,
     typer.Option("--eval-only", help="Only a validation loss: with --init, or with --resume."),
 ]
+StopAtLoss = Annotated[
+    float | None,
+    typer.Option(help="With --eval-every: stop when a validation loss is at most this."),
+]
 DryRunOption = Annotated[
     bool,
     typer.Option(
@@ -195,10 +199,6 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster", help="Of --dry-run: the planner's profile of a cluster, or its file."
     ),
-]
-StopAtLoss = Annotated[
-    float | None,
-    typer.Option(help="With --eval-every: stop when a validation loss is at most this."),
 ]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder for run records and checkpoints, such as runs/NAME.")

@@ -110,6 +110,11 @@ def _check_stages(config: Any) -> None:
             f"--model-chunks: need --schedule interleaved; got {config.model_chunks} chunks and "
             f"{config.schedule or 'no stages'}. Try --mesh pp=2 --schedule interleaved."
         )
+    if config.recompute and config.schedule not in (None, *ONE_BACKWARD):
+        raise CourseError(
+            f"--recompute: need --schedule {' or '.join(ONE_BACKWARD)}, as a backward in two parts "
+            f"would compute everything twice; got {config.schedule}. Try --schedule 1f1b."
+        )
     if pp * chunks > layers:
         raise MeshError(
             f"--mesh, --model-chunks: need pp * model chunks of at most the {layers} layers of "
@@ -188,29 +193,13 @@ def check_fits(config: Any) -> None:
             f"--strategy {name}: need tp=1 and pp=1, as it shards whole layers; got "
             f"{config.tp} and {config.pp}. Try --strategy fsdp."
         )
-    if config.optimizer == "muon" and (name not in WHOLE or config.tp > 1):
-        got = f"tp={config.tp}" if config.tp > 1 else f"--strategy {name}"
-        raise CourseError(
-            "--optimizer muon: need ranks that hold whole matrices, as a step is a product of them "
-            f"with themselves; got {got}. Try --strategy ddp, with dp and pp."
-        )
-    if config.recompute and config.schedule not in (None, *ONE_BACKWARD):
-        raise CourseError(
-            f"--recompute: need --schedule {' or '.join(ONE_BACKWARD)}, as a backward in two parts "
-            f"would compute everything twice; got {config.schedule}. Try --schedule 1f1b."
-        )
     if config.pp > 1:
         _check_sharded_stages(config)
     if not config.reshard and name not in ("fsdp", "torch-fsdp"):
         raise CourseError(_need("--no-reshard", "fsdp or torch-fsdp", name))
     if config.compute_dtype and name != "fsdp":
         raise CourseError(_need("--compute-dtype", "fsdp", name))
-    if config.momentum and (config.optimizer == "adamw" or config.momentum >= 1):
-        raise CourseError(
-            f"--momentum: need --optimizer sgd or muon, and a number below 1; got "
-            f"{config.optimizer} and "
-            f"{config.momentum}. Try --optimizer sgd --momentum 0.9."
-        )
+    _check_optimizer(config)
     if config.async_save and config.checkpoint_format != "course":
         raise CourseError(
             f"--async-save: need --checkpoint-format course; got {config.checkpoint_format}. "
@@ -228,6 +217,21 @@ def check_fits(config: Any) -> None:
             "Try --eval-every 50."
         )
     _check_data(config)
+
+
+def _check_optimizer(config: Any) -> None:
+    name = config.strategy
+    if config.optimizer == "muon" and (name not in WHOLE or config.tp > 1):
+        got = f"tp={config.tp}" if config.tp > 1 else f"--strategy {name}"
+        raise CourseError(
+            "--optimizer muon: need ranks that hold whole matrices, as a step is a product of them "
+            f"with themselves; got {got}. Try --strategy ddp, with dp and pp."
+        )
+    if config.momentum and (config.optimizer == "adamw" or config.momentum >= 1):
+        raise CourseError(
+            f"--momentum: need --optimizer sgd or muon, and a number below 1; got "
+            f"{config.optimizer} and {config.momentum}. Try --optimizer sgd --momentum 0.9."
+        )
 
 
 def _check_sharded_stages(config: Any) -> None:

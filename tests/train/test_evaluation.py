@@ -238,7 +238,7 @@ def test_all_ranks_stop_at_the_first_validation_loss_that_is_low_enough(pools, t
 
 def slow(rank, config):
     """A run with a NaN from the third step on, whose steps seem to take a minute each."""
-    trainer, before = Trainer(rank, config), Trainer._step
+    trainer, before = Trainer(rank, config), Trainer.step
 
     def step(self):
         before(self)
@@ -248,7 +248,7 @@ def slow(rank, config):
                 param.data.fill_(math.nan)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_step", step)
+        patch.setattr(Trainer, "step", step)
         with pytest.raises(CourseError) as told:
             trainer.run()
     return str(told.value), trainer.progress.step
