@@ -12,14 +12,16 @@ import difflib
 import importlib
 import importlib.util
 import io
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 import cloudpickle
 
@@ -48,6 +50,20 @@ class Cause:
 
     sentence: str
     values: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    known: ClassVar[dict[str, "Cause"]] = {}  # all there are, by sentence
+
+    def __post_init__(self) -> None:
+        Cause.known[self.sentence] = self
+
+    @property
+    def key(self) -> str:
+        """A short name that stays the same as long as the sentence does."""
+        return sha256(self.sentence.encode()).hexdigest()[:8]
+
+    def is_in(self, text: str) -> bool:
+        """Whether a text has this sentence, with any values for its braces."""
+        pieces = [re.escape(piece) for piece in re.split(r"\{\w+[^}]*\}", self.sentence)]
+        return re.search(".+?".join(pieces), text, re.DOTALL) is not None
 
     def of(self, **values: Any) -> "Cause":
         """Return this cause with values for the names in its braces."""
@@ -55,6 +71,15 @@ class Cause:
 
     def __str__(self) -> str:
         return self.sentence.format_map(self.values) if self.values else self.sentence
+
+
+def cause_in(text: str) -> Cause | None:
+    """Return the known cause that a check's message names, the longest; None where it has none.
+
+    Known are those of the checks that are imported.
+    """
+    longest = sorted(filter(None, Cause.known), key=len, reverse=True)
+    return next((Cause.known[one] for one in longest if Cause.known[one].is_in(text)), None)
 
 
 class CheckFailed(_ShortError, AssertionError):
@@ -166,6 +191,12 @@ class Exercise:
             return
         for wrong in self.wrong:
             yield wrong.cause, self._observed(wrong)
+
+    def causes(self) -> list[Cause]:
+        """Return the misconceptions that its planted mistakes are about, without running any."""
+        frozen = frozen_values(self.key)
+        planted = [Cause(sentence) for sentence, _ in frozen["wrong"]] if frozen else []
+        return planted or [wrong.cause for wrong in self.wrong]
 
     def _frozen(self) -> Mapping[str, Any] | None:
         """Return the values in a file; those of a lesson are of its own check, not of others."""

@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +40,7 @@ GROUPS = {
         *("cluster", "lint-job", "submit", "status", "logs", "cancel", "collect"),
         *("study", "report"),
     ),
-    "For instructors": ("assignment", "grade", "new-exercise"),
+    "For instructors": ("assignment", "grade", "term", "new-exercise"),
 }
 
 
@@ -115,7 +114,7 @@ def check(
     from course_lib.workbooks.check_notebook import grade, lesson_of
     from course_lib.workbooks.learner_progress import remember
     from course_lib.workbooks.lessons import find_lesson, read_notebook
-    from course_lib.workbooks.verdict_files import write_junit
+    from course_lib.workbooks.verdict_files import verdicts_json, write_junit
 
     check_result_path(junitxml)
     folder = _own_folder()
@@ -123,11 +122,12 @@ def check(
     path = Path(notebook) if is_path else find_lesson(notebook, folder).student
     with cell_bar(path.stem) as ended:
         report = grade(path, folder, timeout_s, ended)
+    learner = read_notebook(path)
+    lesson = lesson_of(learner, path, folder)
     if as_json:
-        print(json.dumps(asdict(report), indent=1))
+        print(verdicts_json(report, learner, lesson))
     else:
         _show(report, path)
-    lesson = lesson_of(read_notebook(path), path, folder)
     if os.path.realpath(path) == os.path.realpath(lesson.student):
         try:
             remember(report, lesson)

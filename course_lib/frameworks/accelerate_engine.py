@@ -4,6 +4,7 @@ On CPUs Accelerate silently leaves plugins out and trains with plain DDP, so eac
 checks what really runs. Notebook 10_fsdp.
 """
 
+import logging
 import os
 from functools import partial
 from typing import Any
@@ -109,6 +110,9 @@ def _fresh(where: str) -> Any:
     in_world(where)
     choose_device()
     accelerate = needed("accelerate", where)
+    logging.getLogger("accelerate").setLevel(
+        logging.ERROR
+    )  # it warns of tied weights that it saves
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
@@ -127,4 +131,7 @@ def _engine(name: str, accelerator: Any, model: Any, optimizer: Any, weights: An
         backward=accelerator.backward,
         update=stepping(optimizer),
         weights=weights,
+        optimizer=optimizer,
+        save=accelerator.save_state,
+        load=accelerator.load_state,
     )

@@ -26,6 +26,7 @@ AS_IN_THE_PAPER = {
     "stage3_param_persistence_threshold": 0,
     "stage3_prefetch_bucket_size": 0,
 }
+TAG = "state"  # DeepSpeed's name for a folder in the folder
 BUCKET = 5_000_000  # elements; DeepSpeed's own 500 million would reserve 2 GB on every rank
 
 
@@ -108,7 +109,15 @@ def deepspeed_engine(
         backward=engine.backward,
         update=engine.step,  # with zero_grad, where a whole batch is done
         weights=partial(gathered_weights, engine.module),
+        optimizer=engine.optimizer,
+        save=partial(engine.save_checkpoint, tag=TAG),
+        load=partial(_load, engine),
     )
+
+
+def _load(engine: Any, folder: str) -> None:
+    path, _ = engine.load_checkpoint(folder, tag=TAG)  # without one it only warns
+    must_be("deepspeed_engine", "a checkpoint in the folder", True, path is not None)
 
 
 def quiet_deepspeed(where: str) -> Any:

@@ -56,6 +56,8 @@ class Engine:
     backward   the framework's own backward pass, with its communication
     update     the optimizer step, then clearing of the gradients
     weights    returns the whole weights under the plain model's names; every rank has to call it
+    optimizer  whose `param_groups` have the learning rate
+    save, load everything to or from a folder, in the framework's own format; every rank calls them
     """
 
     name: str
@@ -63,6 +65,9 @@ class Engine:
     backward: Callable[[Tensor], Any]
     update: Callable[[], Any]
     weights: Callable[[], dict[str, Tensor]]
+    optimizer: Any = None
+    save: Callable[[str], Any] | None = None
+    load: Callable[[str], Any] | None = None
 
     def step(self, loss: Tensor) -> float:
         """Run backward and update; return the loss."""

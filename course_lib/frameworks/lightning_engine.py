@@ -27,6 +27,8 @@ from course_lib.frameworks.engine import (
 from course_lib.frameworks.fully_sharded import check_sharded, units_of, whole_weights
 from course_lib.ranks.world import rank_device
 
+FILE = "state.ckpt"  # or, of shards, a folder
+
 
 def lightning_ddp(model: nn.Module, make_optimizer: MakeOptimizer) -> Engine:
     """Return the model under Fabric's `DDPStrategy`, which is PyTorch's DDP.
@@ -105,10 +107,19 @@ def _fabric(where: str, strategy: Callable[..., Any]) -> Any:
 
 
 def _engine(name: str, fabric: Any, model: Any, optimizer: Any, weights: Any) -> Engine:
+    def save(folder: str) -> None:
+        fabric.save(f"{folder}/{FILE}", {"model": model, "optimizer": optimizer})
+
+    def load(folder: str) -> None:
+        fabric.load(f"{folder}/{FILE}", {"model": model, "optimizer": optimizer})
+
     return Engine(
         name=name,
         model=model,
         backward=fabric.backward,
         update=stepping(optimizer),
         weights=weights,
+        optimizer=optimizer,
+        save=save,
+        load=load,
     )

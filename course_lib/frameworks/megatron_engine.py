@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from course_lib.core.errors import CourseError
 from course_lib.frameworks.engine import MakeOptimizer, in_world, needed, same_minor
+from course_lib.frameworks.megatron_checkpoint import load_sharded, save_sharded
 from course_lib.frameworks.megatron_checks import MegatronSizes
 from course_lib.frameworks.megatron_groups import MegatronGroups
 from course_lib.frameworks.megatron_on_cpu import stand_ins
@@ -150,6 +151,18 @@ class MegatronEngine:
     def grads(self) -> Weights:
         """Return the whole gradients under the course's names; every rank has to call it."""
         return self._gathered(lambda param: param.main_grad)
+
+    def save(self, folder: str) -> None:
+        """Write model and optimizer in Megatron-Core's own format; every rank has to call it."""
+        self._check_open()
+        with _quiet(), stand_ins():
+            save_sharded(self.chunks, self.optimizer, folder)
+
+    def load(self, folder: str) -> None:
+        """Load what `save` has written; every rank has to call it."""
+        self._check_open()
+        with _quiet(), stand_ins():
+            load_sharded(self.chunks, self.optimizer, folder)
 
     def close(self) -> None:
         """Destroy the process groups; every rank has to call it. A second call does nothing."""

@@ -7,13 +7,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from course_lib.core.errors import CourseError
-from course_lib.hub.config import read_values
 from course_lib.core.live import Bars, Drawing, Live, Table
 from course_lib.core.parallelism import ZERO_STAGES, Parallelism
 from course_lib.core.presets import MODELS, find_model
 from course_lib.core.specs import ModelSpec
 from course_lib.core.units import GIB, format_bytes, format_seconds
 from course_lib.cost.flops import RECOMPUTE
+from course_lib.hub.config import read_values
 from course_lib.planner.cluster import cluster_names, find_cluster
 from course_lib.planner.notes import plan_notes, table_notes
 from course_lib.planner.plan import Plan

@@ -106,6 +106,7 @@ def train(
     every: o.Every = 10,
     eval_every: o.EvalEvery = 0,
     eval_only: o.EvalOnly = False,
+    stop_at_loss: o.StopAtLoss = None,
     out: o.OutOption = None,
     profile: o.ProfiledSteps = None,
     save_every: o.SaveEvery = 0,

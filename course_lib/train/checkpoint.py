@@ -26,6 +26,7 @@ from course_lib.checkpoint.pending import group_of_its_own
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.train.config import TrainConfig
+from course_lib.train.framework_checkpoint import OwnCheckpoint, all_own, load_own, save_own
 from course_lib.train.progress import Progress
 
 if TYPE_CHECKING:  # imported where it is used: it loads much of PyTorch
@@ -35,16 +36,18 @@ LOCK = ".lock"
 LOCK_S = 120  # until a run that was started again gives up: its old node may still hold the lock
 
 
-def latest_of(config: TrainConfig) -> "Checkpoint | DcpCheckpoint | None":
+def latest_of(config: TrainConfig) -> "Checkpoint | DcpCheckpoint | OwnCheckpoint | None":
     """Return the latest whole checkpoint of a run, in its format, if there is one."""
-    *_, all_of_them = _functions_of(config.checkpoint_format)
+    *_, all_of_them = _functions_of(config)
     found = all_of_them(str(config.checkpoints))
     return next((one for one in found if not isinstance(one, Broken)), None)
 
 
-def _functions_of(checkpoint_format: str) -> tuple[Callable[..., Any], ...]:
-    """Return the functions that save, load and list the checkpoints of a format."""
-    if checkpoint_format == "course":
+def _functions_of(config: TrainConfig) -> tuple[Callable[..., Any], ...]:
+    """Return the functions that save, load and list the checkpoints of a run's format."""
+    if config.uses_framework:
+        return save_own, load_own, all_own
+    if config.checkpoint_format == "course":
         return save, load, all_checkpoints
     from course_lib.checkpoint.dcp import all_dcp, load_dcp, save_dcp
 
@@ -60,7 +63,7 @@ class RunCheckpoints:
     def __init__(self, config: TrainConfig, identity: dict[str, Any]) -> None:
         self.config, self.identity = config, identity
         self.folder = str(config.checkpoints)
-        self._save, self._load, self._all = _functions_of(config.checkpoint_format)
+        self._save, self._load, self._all = _functions_of(config)
         if config.async_save:
             group_of_its_own(None)  # now: later, a rank may have died, and this would wait for it
         self._pending: PendingSave | None = None

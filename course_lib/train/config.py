@@ -70,6 +70,7 @@ class TrainConfig:
     every         steps between two lines of output; 0: none
     eval_every    steps between two validation losses; 0: none
     eval_only     one validation loss, and no training
+    stop_at_loss  the run ends when a validation loss is at most this; None: after all steps
     out           folder for run records and checkpoints; None: nothing is written
     profile       steps that PyTorch's profiler records on every rank: "3", "3-5"; None: none
     save_every    steps between two checkpoints; 0: none
@@ -117,6 +118,7 @@ class TrainConfig:
     every: int = 10
     eval_every: int = 0
     eval_only: bool = False
+    stop_at_loss: float | None = None
     out: str | None = None
     profile: str | None = None
     save_every: int = 0
@@ -138,6 +140,7 @@ class TrainConfig:
             positive(name, getattr(self, name))
         for name in ("tp", "pp", "cp", "ep", "model_chunks", "epochs", "clip_norm", "momentum"):
             positive(name, getattr(self, name))
+        positive("stop_at_loss", self.stop_at_loss)
         self._fill_in_schedule()
         self._fill_in_context()
         if self.recompute is not None:
@@ -187,6 +190,11 @@ class TrainConfig:
     def num_model_chunks(self) -> int:
         """The number of model chunks on each rank."""
         return 2 if self.schedule in V_SCHEDULES else self.model_chunks or 1
+
+    @property
+    def uses_framework(self) -> bool:
+        """Whether a framework trains the model, and keeps its state to itself."""
+        return self.strategy.startswith(("deepspeed", "accelerate", "lightning", "megatron"))
 
     @property
     def checkpoints(self) -> Path | None:
@@ -259,6 +267,7 @@ class TrainConfig:
         names += ["aux_weight", "bias_step"] * (model.experts is not None)
         names += ["clip_norm", "compute_dtype", "momentum", "warmup", "lr_decay"]
         names += ["steps"] * (self.lr_decay is not None)
+        names += ["strategy", "tp", "pp", "schedule", "model_chunks"] * self.uses_framework
         return {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
 
     def plain(self, model: ModelSpec, data: str, dp: int) -> dict[str, Any]:

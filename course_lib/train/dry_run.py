@@ -46,7 +46,10 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """One step of a rank: `memory` in bytes by kind, each at its own peak, and `traffic`."""
+    """One step of a rank: `traffic`, and `memory` in bytes by kind.
+
+    Activations at their peak, the others when the last backward has ended, as in a run record.
+    """
 
     rank: int
     memory: dict[str, int]

@@ -19,7 +19,7 @@ from course_lib.core.units import format_bytes, format_seconds
 from course_lib.ranks.recorder import current_recorder
 from course_lib.train.progress import Progress
 
-LOOK = 10  # steps after which the ranks look at their losses together, if not before
+LOOK, LOOK_S = 10, 10.0  # steps or seconds until the ranks look at their losses together
 KEEP_STEPS = 3  # the record holds the events of the last ones
 
 
@@ -38,11 +38,17 @@ class Metrics:
         self._since: list[tuple[float, float, float]] = []  # what nobody was told yet
         self._marks: list[int] = []
         self.monitor, self.is_unread = ResourceMonitor(), False
+        self._look_every = 1  # until the first look has told all ranks how long a step takes
 
     def step_done(self, found: Tensor, **step: Any) -> None:
         """Record a step; `found` is the result of the step's gradient pass."""
         self._open.append(found)
         self.record.steps.append(step | self.monitor.read())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a look, on all ranks alike."""
+        return len(self._open) >= self._look_every
 
     def sum_losses(self, *, is_unread: bool = False) -> tuple[float, float | None]:
         """Sum the last steps' losses over all ranks; return their mean since the last call.
@@ -61,11 +67,15 @@ class Metrics:
 
         Raises: CourseError for a loss that is not a number, on all ranks alike
         """
-        own = torch.stack([self._open[0].new_tensor([float(is_unread), 0, 0]), *self._open])
+        took = [step["end_s"] - step["start_s"] for step in self.record.steps[-len(self._open) :]]
+        first = self._open[0].new_tensor([float(is_unread), statistics.fmean(took), 0])
+        own = torch.stack([first, *self._open])
         found = own.clone()  # [1 + steps, 3]
         dist.all_reduce(found)
         self._open.clear()
         self.is_unread = bool(found[0, 0])
+        step_s = found[0, 1].item() / dist.get_world_size()
+        self._look_every = max(1, min(LOOK, int(LOOK_S / step_s)))
         rows = [(loss / self.num_copies, right, asked) for loss, right, asked in found[1:].tolist()]
         for step, row, mine in zip(self.record.steps[-len(rows) :], rows, own[1:], strict=True):
             loss, right, asked = row

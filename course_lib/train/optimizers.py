@@ -41,8 +41,8 @@ class OptimizerAdapter(Protocol):
     """The interface that the training loop uses after a step's backward passes."""
 
     @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer whose learning rate is set; None where a framework keeps its own."""
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose learning rate is set."""
 
     def zero_grad(self) -> None:
         """Reset the gradients of the previous step."""
@@ -261,7 +261,7 @@ class FrameworkAdapter:
 
     def __init__(self, engine: "Engine | MegatronEngine", earlier: Set[StorageWeakRef]) -> None:
         self.engine, self.earlier = engine, earlier
-        self.optimizer: Optimizer | None = None
+        self.optimizer: Optimizer = engine.optimizer
 
     def zero_grad(self) -> None:
         """Do nothing: the framework resets the gradients after its step."""
@@ -282,8 +282,8 @@ class FrameworkAdapter:
         self.engine.update()
 
     def state(self) -> State:
-        """Return nothing: the settings allow no checkpoint."""
-        return {}
+        """Return the engine, which saves and loads itself in its own format."""
+        return {"engine": self.engine}
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of all tensors of this run; their kinds are not known."""

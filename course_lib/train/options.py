@@ -196,6 +196,10 @@ ClusterOption = Annotated[
         "--cluster", help="Of --dry-run: the planner's profile of a cluster, or its file."
     ),
 ]
+StopAtLoss = Annotated[
+    float | None,
+    typer.Option(help="With --eval-every: stop when a validation loss is at most this."),
+]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder for run records and checkpoints, such as runs/NAME.")
 ]

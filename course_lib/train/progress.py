@@ -13,10 +13,11 @@ from rich.console import Console
 
 @dataclass
 class Progress:
-    """Steps and tokens of a run so far: the one count that bar, record and checkpoint read."""
+    """How far a run is: the one count that bar, record and checkpoint read."""
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens trained on, all ranks together
+    validation_loss: float | None = None  # the last one
 
     def step_done(self, num_tokens: int) -> None:
         """Count one step of that many tokens."""

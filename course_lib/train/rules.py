@@ -182,8 +182,7 @@ def _check_experts(config: Any) -> None:
 def check_fits(config: Any) -> None:
     """Check that the options fit each other. Raises: CourseError or MeshError"""
     name = config.strategy
-    framework = name.startswith(NOT_OVER_TOKENS)
-    whole_layers = framework and name != "megatron"
+    whole_layers = config.uses_framework and name != "megatron"
     if (whole_layers or name == "torch-fsdp") and config.tp * config.pp > 1:
         raise MeshError(
             f"--strategy {name}: need tp=1 and pp=1, as it shards whole layers; got "
@@ -217,11 +216,16 @@ def check_fits(config: Any) -> None:
             f"--async-save: need --checkpoint-format course; got {config.checkpoint_format}. "
             "Try it without --async-save."
         )
-    if framework:
+    if config.uses_framework:
         _check_framework(config)
     if config.eval_only and not (config.init or config.resume):
         raise CourseError(
             "--eval-only: need a trained model; got neither --init nor --resume. Try --init FOLDER."
+        )
+    if config.stop_at_loss and not config.eval_every:
+        raise CourseError(
+            f"--stop-at-loss: need validation losses; got {config.stop_at_loss} without them. "
+            "Try --eval-every 50."
         )
     _check_data(config)
 
@@ -247,19 +251,15 @@ def _check_sharded_stages(config: Any) -> None:
 
 def _check_framework(config: Any) -> None:
     name = config.strategy
-    if config.save_every or config.resume:
-        raise CourseError(
-            f"--save-every, --resume: need a strategy that saves the state of one process; got "
-            f"{name}, which keeps its own. Try --strategy fsdp."
-        )
     if "deepspeed" in name and config.dtype != "float32":
         raise CourseError(
             f"--dtype: need float32 with {name}, as it reduces gradients in float32; "
             f"got {config.dtype}."
         )
-    given = {"--clip-norm": config.clip_norm, "--warmup": config.warmup}
-    given |= {"--lr-decay": config.lr_decay, "--eval-every": config.eval_every}
-    given |= {"--eval-only": config.eval_only, "--record-values": config.record_values}
+    given = {"--clip-norm": config.clip_norm, "--async-save": config.async_save}
+    given |= {"--checkpoint-format": config.checkpoint_format != "course"}
+    given |= {"--eval-every": config.eval_every, "--eval-only": config.eval_only}
+    given |= {"--record-values": config.record_values}
     if option := next((option for option, value in given.items() if value), ""):
         raise CourseError(
             f"{option}: need a strategy of the course or of PyTorch; got {name}. "

@@ -40,7 +40,8 @@ def _check_checkpoints(config: TrainConfig, folder: Path, restarted: bool) -> No
 
         other = "dcp" if config.checkpoint_format == "course" else "course"
         found = latest_of(config)
-        there = latest_of(replace(config, checkpoint_format=other, async_save=False))
+        if not config.uses_framework:  # which have one format
+            there = latest_of(replace(config, checkpoint_format=other, async_save=False))
     if found and not (config.resume or restarted):
         raise CourseError(
             f"--out: need a folder without a checkpoint; there is {found.path}. "

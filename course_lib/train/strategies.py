@@ -265,6 +265,21 @@ def megatron(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup"
     return Wrapped(model, lambda *_: FrameworkAdapter(engine, earlier), gradients=gradients)
 
 
+def scheduler_note(config: TrainConfig, num_ranks: int) -> str | None:
+    """Say where a framework would step a scheduler by other rules than once a step; else None."""
+    name = config.strategy
+    rules = {
+        "accelerate": f"accelerator.prepare(scheduler) steps it {num_ranks} times a step, once for "
+        "each rank",
+        "deepspeed": "a scheduler given to DeepSpeed is stepped by its own step(), not by you",
+        "megatron": "Megatron-Core's scheduler counts sequences, not steps",
+    }
+    if not (config.warmup or config.lr_decay):
+        return None
+    found = [rule for word, rule in rules.items() if word in name]
+    return f"{name}: {found[-1]}; here the learning rate is set by the step." if found else None
+
+
 def _kind(model: "nn.Module", kind: "type[nn.Module]") -> "type[nn.Module]":
     """Return the model's own class of such modules: some frameworks compare classes by name."""
     return next(type(module) for module in model.modules() if isinstance(module, kind))

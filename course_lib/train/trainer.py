@@ -43,14 +43,14 @@ from course_lib.train.evaluation import validation_loss
 from course_lib.train.experts import RoutedLayers
 from course_lib.train.forward_backward import make_passes
 from course_lib.train.mesh import TrainMesh, placement_of
-from course_lib.train.metrics import LOOK, Metrics
+from course_lib.train.metrics import Metrics
 from course_lib.train.optimizers import PartAdapter
 from course_lib.train.preemption import Preemption
 from course_lib.train.profiler import StepProfiler
 from course_lib.train.progress import Progress, ProgressBar
 from course_lib.train.rules import check_profiled_steps, profiled_steps
 from course_lib.train.run_folder import check_files
-from course_lib.train.strategies import STRATEGIES, over_tokens
+from course_lib.train.strategies import STRATEGIES, over_tokens, scheduler_note
 
 RECOMPUTE = {"full": recompute_full, "selective": recompute_selective}
 
@@ -153,6 +153,8 @@ class Trainer:
             if self.config.eval_only:
                 self._evaluate(bar)
                 return self.record
+            if every and (told := scheduler_note(self.config, self.record.world_size)):
+                bar.say(told)
             is_over = self.is_done or preemption.is_agreed
             while not is_over:
                 preemption.ask()
@@ -161,7 +163,7 @@ class Trainer:
                 bar.step()
                 if self._is_time(self.config.every):
                     bar.loss(*self.metrics.sum_losses(is_unread=bar.is_unread))
-                elif self._is_time(LOOK):
+                elif self.metrics.is_due:
                     self.metrics.look()
                 if self._is_time(self.config.eval_every):
                     self._evaluate(bar)
@@ -180,23 +182,24 @@ class Trainer:
         config, mesh = self.config, self.mesh
         loss = validation_loss(self._held_out, self.part, self._losses, config, mesh)
         self.record.run.setdefault("validation", []).append([self.progress.step, loss])
+        self.progress.validation_loss = loss
         if config.every and self.rank == 0:
-            bar.say(f"step {self.progress.step}  validation loss {loss:.4f}")
+            stops = f", at most {config.stop_at_loss}: the run stops" * self._is_low
+            bar.say(f"step {self.progress.step}  validation loss {loss:.4f}{stops}")
 
     def step(self) -> None:
         """Train on the next batch; what the step computed is in the record."""
         n, config = self.progress.step, self.config
         self.metrics.forget_old_events()
         start_s = time.perf_counter()
-        draws = self.rank // config.tp  # for dropout: the ranks of a tp group draw alike
-        torch.manual_seed(mixed_seed(mixed_seed(config.seed, n), draws))
+        torch.manual_seed(mixed_seed(mixed_seed(config.seed, n), self._draws()))
         batch = self.data.batch(n, batch=config.global_batch, seq=config.seq, seed=config.seed)
         self.adapter.zero_grad()
+        for group in self.adapter.optimizer.param_groups:  # now: a framework's backward may step
+            group["lr"] = config.lr_at(n)
         found = self._gradients(batch)
         with span("optimizer"):
             norm = self.adapter.clip(config.clip_norm) if config.clip_norm else None
-            for group in self.adapter.optimizer.param_groups if self.adapter.optimizer else ():
-                group["lr"] = config.lr_at(n)
             self.adapter.step()
         if self.recording:
             self.recording.step_done()
@@ -219,7 +222,9 @@ class Trainer:
         micro_batches = [tuple(x.to(self.device) for x in part) for part in micro_batches]
         self.routed.begin(self.config.aux_weight, shares)
         found = self._pass(micro_batches, shares)
-        if self.progress.step + 1 == self.config.steps:
+        after = self.progress.step + 1
+        may_stop = self.config.stop_at_loss and after % self.config.eval_every == 0
+        if after == self.config.steps or may_stop:
             self.metrics.note_memory(self.adapter.state_bytes())
         if self.recording and self.mesh.num_copies == 1 and not self.wrapped.reduces_in_backward:
             self.recording.gradients(self.adapter.grad_shards(), local=True)
@@ -229,10 +234,20 @@ class Trainer:
             self.recording.gradients(self.adapter.grad_shards())
         return found if self.mesh.reports else torch.zeros_like(found)
 
+    def _draws(self) -> int:
+        """Return this rank's stream of dropout masks: the ranks of a tp group draw alike."""
+        return self.rank // self.config.tp
+
     @property
     def is_done(self) -> bool:
-        """Whether all steps are done; not so after a preemption."""
-        return self.progress.step >= self.config.steps
+        """Whether all steps are done, or the loss is low enough; not so after a preemption."""
+        return self.progress.step >= self.config.steps or self._is_low
+
+    @property
+    def _is_low(self) -> bool:
+        """Whether the last validation loss, which is the same on all ranks, ends the run."""
+        found, enough = self.progress.validation_loss, self.config.stop_at_loss
+        return found is not None and enough is not None and found <= enough
 
     def _is_time(self, every: int) -> bool:
         return bool(every) and self.progress.step % every == 0
@@ -243,7 +258,10 @@ class Trainer:
         """Keep other runs out of the folder, and load the latest checkpoint to resume from."""
         config, self._lock = self.config, ExitStack()
         self._preemption = Preemption(bool(config.save_every))
-        self.checkpoints = RunCheckpoints(config, config.identity(self.spec, self.data.identity))
+        identity = config.identity(self.spec, self.data.identity)
+        if config.uses_framework:
+            identity["ranks"] = self.record.world_size  # each has files of its own
+        self.checkpoints = RunCheckpoints(config, identity)
         restarted = any(from_all(was_restarted, None))  # ranks that join others may be new
         from_first(lambda: check_files(config, restarted), None)
         folder, has_folder = Path(config.out or ""), config.out is not None

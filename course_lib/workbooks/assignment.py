@@ -81,11 +81,10 @@ class Assignment:
         for key, parts in self.parts.items():
             if not all(math.isfinite(points) and points >= 0 for points in parts.values()):
                 raise CourseError(f"{self.name}: need points of 0 or more for the parts of {key}.")
-            if not math.isclose(math.fsum(parts.values()), self.points[key]):
-                raise CourseError(
-                    f"{self.name}: need parts of {key} that add up to its {number(self.points[key])} "
-                    f"points; got {number(math.fsum(parts.values()))}."
-                )
+            most, found = self.points[key], math.fsum(parts.values())
+            if not math.isclose(most, found):
+                need = f"parts of {key} that add up to its {number(most)} points"
+                raise CourseError(f"{self.name}: need {need}; got {number(found)}.")
         if self.late and not self.due:
             raise CourseError(f"{self.name}: need a due time for the rule on late work; got none.")
         keys = [key for key, _ in self.items]

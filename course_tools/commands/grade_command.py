@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should not wa
 def add_grade_command(app: typer.Typer) -> None:
     """Add `grade` to the command line."""
     app.command()(grade)
+    app.command()(term)
 
 
 TaskName = Annotated[
@@ -106,6 +107,24 @@ def grade(
         _name_students("Counted as on time: not in times.csv", book.late.without_time(here))
     print(f"\n{book.folder / 'gradebook.csv'}, feedback for each student, and {overview}")
     raise typer.Exit(0 if all(map(_is_settled(task), book.rows)) else 1)
+
+
+def term(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="GRADES...", help="Folders of gradings, oldest first.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for pages.")] = Path(
+        "term"
+    ),
+) -> None:
+    """Show a term so far: progress and misconceptions by student, causes and answers by exercise.
+
+    \b
+    course term grades/hw1 grades/hw2 --out term
+    """
+    from course_tools.grading.term import read_term, write_term
+
+    print(write_term(read_term(folders), out))
 
 
 def _demand_clone() -> None:

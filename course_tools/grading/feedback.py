@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from urllib.parse import quote
 
+from course_lib.checks.exercise import cause_in
 from course_lib.core.files import write_result
 from course_lib.core.html_page import block, html_page, line, table
 from course_lib.workbooks.check_notebook import Verdict
@@ -142,6 +143,16 @@ def cause_of(detail: str) -> str:
     return sentences[-1]
 
 
+def misconception(detail: str) -> tuple[str, str]:
+    """Return the name of the misconception in a check's message, and its words.
+
+    The name is the cause's key; where no known cause is named, the words without their numbers.
+    """
+    words = cause_of(detail)
+    cause = cause_in(detail)
+    return (cause.key if cause else DIGITS.sub("#", words)), words
+
+
 def _one_file(graded: Graded, points: Mapping[str, float]) -> Iterator[str]:
     """Yield the parts on one file: points, what comes next, exercises, notes."""
     out_of = number_text(math.fsum(points.values()))
@@ -255,8 +266,8 @@ def _messages(rows: Sequence[Graded], points: Mapping[str, float]) -> Iterator[s
         for graded in rows:
             for verdict in graded.verdicts:
                 if verdict.key == key and verdict.status == "wrong" and verdict.detail.strip():
-                    words = cause_of(verdict.detail)
-                    by_cause[DIGITS.sub("#", words)][graded.student] = words
+                    name, words = misconception(verdict.detail)
+                    by_cause[name][graded.student] = words
         ranked = sorted(by_cause.values(), key=len, reverse=True)
         if ranked:
             yield f'<section class="box"><h3>{line(key)}</h3><ol>'

@@ -95,7 +95,12 @@ class Graded:
     @classmethod
     def from_line(cls, line: str) -> "Graded":
         """Read what `to_line` wrote. Raises: CourseError for anything else."""
-        match parse_json(line, "the line", NEED, hint=AGAIN):
+        return cls.from_json(parse_json(line, "the line", NEED, hint=AGAIN))
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Graded":
+        """Return what `to_line` wrote, read as JSON. Raises: CourseError for anything else"""
+        match value:
             case {
                 "student": str(student),
                 "path": str(path),

@@ -45,6 +45,7 @@ from course_tools.grading.part_points import demand_parts
 COURSE = Path(course_lib.__file__).parents[1]
 TOOLS = ("environment", "packages", "pip_settings", "progress", "symptoms", "torch_build")
 OWN = ("pyproject.toml", "requirements.lock", "LICENSE")  # like TOOLS: what `make lab` needs
+TUTOR = "AGENTS.md"
 UNUSED = re.compile(r"^(# what starts|(PYTEST|LIVE|FAULTS|BENCHMARKS)\b).*\n(\t.*\n)*", re.M)
 TARGETS = ("help", "environment", "lab")  # of the course's Makefile
 SHORTEST = 12  # letters of a solution that are looked for: `return x` stands everywhere
@@ -191,7 +192,7 @@ def _shared_files(lesson: Lesson, assignment: Assignment) -> Files:
         f".{lesson.name}.original.ipynb": notebook,
         "README.md": _readme(assignment).encode(),
         "Makefile": _makefile(lesson.name).encode(),
-        **{name: (COURSE / name).read_bytes() for name in OWN},
+        **{name: (COURSE / name).read_bytes() for name in (*OWN, TUTOR)},
         **{f"tools/{tool}.py": (COURSE / "tools" / f"{tool}.py").read_bytes() for tool in TOOLS},
     }
     for path in sorted((COURSE / "course_lib").rglob("*")):

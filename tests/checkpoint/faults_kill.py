@@ -40,7 +40,7 @@ from tests.train.training_runs import whole_state
 
 WARM = (FSDP, ZeRO3, torch._dynamo)  # imported here, not in every rank
 PLACES = (
-    ("step", Trainer, "_step"),
+    ("step", Trainer, "step"),
     ("staging", saving.Saving, "__init__"),
     ("staging", saving.Saving, "stage"),  # of an asynchronous save
     ("writing", saving.Saving, "_write_file"),

@@ -26,6 +26,7 @@ NBGRADER = (  # has an environment of its own, which is not built here
     "nbgrader-env/bin/pip install nbgrader==0.9.6",
     "python -m ipykernel install --prefix nbgrader-env --name python3",
     'export PATH="$PATH:$PWD/nbgrader-env/bin"',
+    "cd assignments/hw1/export",
     "nbgrader generate_assignment hw1 --create",
     "nbgrader autograde hw1 --create",
     "nbgrader generate_feedback hw1",
@@ -74,8 +75,25 @@ STUDENT = (
     Step("course pack --student ann", "hw1-ann.zip is what you hand in."),
 )
 GRADES = (Step(GRADE, "ann 10 of 10 3 right", code=1), Step(AGAIN, "dora 0 of 10 3 not done"))
-MARK = Step("python mark.py assignments/hw1 source/hw1/hw1.ipynb", "")
-STEPS = (*NEW, *RELEASE, *STUDENT, *GRADES, MARK)
+TERM = (Step("course term grades --out term", "term/index.html"),)
+EXPORT = "course assignment export hw1 --to"
+EXPORTS = (
+    Step(f"{EXPORT} gradescope", "export/hw1-gradescope.zip"),
+    Step(f"{EXPORT} github-classroom", "export/hw1-starter"),
+    Step(f"{EXPORT} nbgrader", "source/hw1/hw1.ipynb"),
+    Step(f"{EXPORT} canvas --roster canvas.csv", "Not in canvas.csv: dora"),
+    Step(f"{EXPORT} moodle --roster moodle.csv", "Not in moodle.csv: dora"),
+)
+STEPS = (*NEW, *RELEASE, *STUDENT, *GRADES, *TERM, *EXPORTS)
+CANVAS = """Student,ID,SIS User ID,SIS Login ID,Section
+    Points Possible,,,,
+Ann,1,,ann,one
+Bob,2,,bob,one
+"""
+MOODLE = """Identifier,Full name,Grade,Maximum Grade
+Participant 1,ann,,10.00
+Participant 2,bob,,10.00
+"""
 
 
 def right_answers(folder: Path) -> dict[str, str]:
@@ -137,9 +155,14 @@ def test_the_guide_leads_from_nothing_to_grades(tmp_path):
     told = GUIDE.partition("| in `grades` |")[2].partition("\n\n")[0]
     assert made <= set(re.findall(r"`([^`]+)`", told))
     assert HIDDEN_CASE in (tmp_path / "grades/feedback/bob.html").read_text()
-    (tmp_path / "mark.py").write_text(block("mark"))
-    MARK.take(tmp_path)
-    assert marked(tmp_path / "source/hw1/hw1.ipynb") == [
+    (tmp_path / "canvas.csv").write_text(CANVAS)
+    (tmp_path / "moodle.csv").write_text(MOODLE)
+    for step in (*TERM, *EXPORTS):
+        step.take(tmp_path)
+    exported = tmp_path / "assignments/hw1/export"
+    told = list(csv.reader((exported / "hw1-canvas.csv").read_text().splitlines()))
+    assert [row[-1] for row in told] == ["Rings and buckets", "10", "10", "4"]
+    assert marked(exported / "source/hw1/hw1.ipynb") == [
         *[("answer-collectives-3", True, 0), ("check-collectives-3", False, 4)],
         *[("answer-ddp-1", True, 0), ("check-ddp-1", False, 3)],
         *[("answer-ddp-3", True, 0), ("check-ddp-3", False, 3)],
@@ -150,7 +173,8 @@ def test_every_command_of_the_pages_is_typed_here():
     there = [*commands(GUIDE), *commands(ASSISTANTS), *commands(POLICY)]
     typed = [step.command for step in STEPS]
     assert {*there} == {*typed, *NBGRADER, TRIAL}
-    assert [one for one in there if one in typed] == [*typed[:-2], MARK.command, GRADE, AGAIN]
+    again = typed.pop(typed.index(AGAIN))
+    assert [one for one in there if one in (*typed, again)] == [*typed, GRADE, again]
 
 
 def test_the_guide_names_the_exercises_that_draw_cases():

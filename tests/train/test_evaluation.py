@@ -203,3 +203,59 @@ def test_init_starts_from_the_weights_of_the_files(pools, alone, folder):
     for by_rank in pools(4).run(trained, [replace(config, **way) for way in ways]):
         for found, _ in by_rank:
             torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+# -- a run that stops early ----------------------------------------------------------------------
+
+
+def stopped(rank, configs):
+    """What each run has evaluated, how far it came, and whether it is over."""
+    found = []
+    for config in configs:
+        trainer = Trainer(rank, config)
+        record = trainer.run()
+        losses = record.run.get("validation", [])
+        found.append((losses, trainer.progress.step, trainer.is_done, "memory" in record.run))
+    return found
+
+
+def test_all_ranks_stop_at_the_first_validation_loss_that_is_low_enough(pools, tmp_path, capsys):
+    config = replace(EXACT, strategy="ddp", steps=9, eval_every=2, every=9, lr=1.0, optimizer="sgd")
+    whole = pools(3).run(stopped, [config])[0][0]
+    assert whole[1:] == (9, True, True)
+    (_, first), (_, second), *later = whole[0]
+    assert first > second
+    config = replace(config, out=str(tmp_path), save_every=5)
+    stops = replace(config, stop_at_loss=(second + first) / 2)
+    again = replace(stops, resume=True)
+    lower = replace(again, stop_at_loss=second / 2)
+    for results in pools(3).run(stopped, [stops, again, lower]):
+        assert results[0] == ([[2, first], [4, second]], 4, True, True)
+        assert results[1][:3] == ([], 4, True)  # a run that is over stays over
+        assert results[2] == (later, 9, True, True)
+    assert f"step 4  validation loss {second:.4f}, at most" in capsys.readouterr().out
+
+
+def slow(rank, config):
+    """A run with a NaN from the third step on, whose steps seem to take a minute each."""
+    trainer, before = Trainer(rank, config), Trainer._step
+
+    def step(self):
+        before(self)
+        self.record.steps[-1]["end_s"] += 60
+        if rank == 1 and self.progress.step == 2:
+            for param in self.model.parameters():
+                param.data.fill_(math.nan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", step)
+        with pytest.raises(CourseError) as told:
+            trainer.run()
+    return str(told.value), trainer.progress.step
+
+
+def test_a_nan_in_slow_steps_is_told_after_its_own(pools):
+    config = replace(EXACT, strategy="ddp", steps=99, every=0)
+    for told, step in pools(2).run(slow, config):
+        assert re.fullmatch(r"step 2: need a loss .* got nan, first on rank 1. Try an .*", told)
+        assert step == 3

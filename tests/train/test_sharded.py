@@ -396,15 +396,17 @@ def test_a_missing_framework_is_one_sentence(pools):
         ({"strategy": "fsdp", "compute_dtype": "half"}, "--compute-dtype: need one of bfloat16"),
         ({"clip_norm": 0.0}, "--clip-norm: need more than 0; got 0"),
         ({"strategy": "accelerate-fsdp", "clip_norm": 1.0}, "--clip-norm: need a strategy of the"),
-        (
-            {"strategy": "accelerate-ddp", "warmup": 9},
-            "--warmup: need a strategy of the course or of",
-        ),
         ({"warmup": -1}, "--warmup: need 0 or more; got -1"),
         ({"strategy": "deepspeed-3"}, "--dtype: need float32 with deepspeed-3"),
         (
-            {"strategy": "deepspeed-3", "save_every": 1, "out": "x"},
-            "need a strategy that saves the state of one process; got deepspeed-3",
+            {
+                "strategy": "deepspeed-3",
+                "save_every": 1,
+                "out": "x",
+                "async_save": True,
+                "dtype": "float32",
+            },
+            "--async-save: need a strategy of the course or of PyTorch; got deepspeed-3",
         ),
         (
             {"strategy": "accelerate-deepspeed", "dtype": "float32", "micro_batch": 2},

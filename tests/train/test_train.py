@@ -77,7 +77,7 @@ def test_accumulated_steps_send_no_more_than_whole_ones(pools):
         assert kinds["backward"] == 3 * (1 if micro_batch is None else 3)
         sent.append(kinds["all_reduce"])
     num_params = len(list(GPT(SPEC).parameters()))
-    assert sent[0] == sent[1] == 3 * num_params + 1  # and the losses, once at the end
+    assert sent[0] == sent[1] == 3 * num_params + 2  # and the losses, after a step and at the end
 
 
 def test_text_is_learned_and_read_alike_by_all_ranks(pools, tmp_path):
@@ -113,7 +113,7 @@ def test_records_hold_every_step_and_the_events_of_the_last(pools, tmp_path):
         ends = [time for step in record.steps for time in (step["start_s"], step["end_s"])]
         assert ends == sorted(ends)
         assert record.run["strategy"] == "ddp"
-        assert record.run["progress"] == {"step": 8, "tokens": 8 * 12 * 8}
+        assert record.run["progress"].items() >= {"step": 8, "tokens": 8 * 12 * 8}.items()
         assert Counter(event.kind for event in record.events)["optimizer"] == 3
         assert min(event.start_s for event in record.events) > record.steps[4]["end_s"]
     assert records[0].steps[3]["loss"] == records[1].steps[3]["loss"]
@@ -237,6 +237,7 @@ def say(capsys, monkeypatch, tmp_path):
         ("--checkpoint-format dcp --async-save", "--async-save: need --checkpoint-format course"),
         ("--save-every 5", "need a folder"),
         ("--eval-only", "--eval-only: need a trained model; got neither --init nor --resume"),
+        ("--stop-at-loss 2", "--stop-at-loss: need validation losses; got 2.0 without them"),
         ("--lr-decay step", "--lr-decay: need one of cosine, linear; got 'step'"),
         ("--init nowhere --layers 2", "need the sizes of the model in nowhere; got --layers, too"),
         ("--init nowhere", "nowhere/config.json: need a config.json; it cannot be read"),

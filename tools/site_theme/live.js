@@ -270,7 +270,8 @@ class Part {
     } else {
       input = tag("select", {}, ...options.map((one, n) => tag("option", { value: n }, `${one}`)));
     }
-    const told = tag("output");
+    input.setAttribute("aria-label", words);
+    const told = tag("output", { "aria-hidden": "true" });
     const read = () => typeof start === "boolean" ? input.checked
       : options.length ? options[input.value] : input.value;
     const write = (value) => {

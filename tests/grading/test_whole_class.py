@@ -1,0 +1,9 @@
+"""A few students, graded twice."""
+
+from tests.grading.whole_class import graded_twice
+
+FEW = ("right", "by-parts", "late", "again", "hand")
+
+
+def test_a_few_students_have_the_same_grades_twice(small_class, tmp_path):
+    graded_twice(small_class, tmp_path, FEW, each=1)
