@@ -7,7 +7,6 @@ one rank of each pipeline stage that differs: the ranks of a stage hold and send
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from course_lib.core.records import COMMUNICATION_KINDS, Event
 from course_lib.core.units import format_bytes
 from course_lib.cost.bandwidth import bus_factor
 from course_lib.memory.saved_tensors import SavedStorages
-from course_lib.mesh.mesh import Mesh
 from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.ranks.dry_world import dry_world
 from course_lib.ranks.recorder import record
@@ -46,7 +44,10 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """One step of a rank: `memory` in bytes by kind, each at its own peak, and `traffic`."""
+    """One step of a rank: `traffic`, and `memory` in bytes by kind.
+
+    Activations at their peak, the others when the last backward has ended, as in a run record.
+    """
 
     rank: int
     memory: dict[str, int]
@@ -143,7 +144,8 @@ def traffic_of(events: Sequence[Event], mesh: RankMesh) -> list[Traffic]:
             continue
         share = 0 if event.kind == "recv" else bus_factor(event.kind, len(event.group))
         sent_bytes = share * event.num_bytes
-        found[axes_of(event.group, mesh.mesh), event.kind].append((event.num_bytes, sent_bytes))
+        axis = mesh.mesh.axis_of(event.group) or "all"
+        found[axis, event.kind].append((event.num_bytes, sent_bytes))
     return [
         Traffic(
             axis=axis,
@@ -154,13 +156,6 @@ def traffic_of(events: Sequence[Event], mesh: RankMesh) -> list[Traffic]:
         )
         for (axis, kind), calls in sorted(found.items())
     ]
-
-
-@cache
-def axes_of(ranks: tuple[int, ...], mesh: Mesh) -> str:
-    """Return the axes along which these ranks differ, such as dp, or dp+cp."""
-    places = [mesh.coordinates(rank) for rank in ranks]
-    return "+".join(axis for axis in mesh.sizes if len({place[axis] for place in places}) > 1)
 
 
 def dry_text(steps: Sequence[RankStep]) -> str:
