@@ -1,4 +1,4 @@
-"""A class of thirty, of all kinds, graded twice. `make faults` runs it; tests grade some of them."""
+"""A class of thirty, of all kinds, graded twice. `make faults` runs it; tests grade a few."""
 
 import pytest
 
