@@ -317,6 +317,7 @@ class Part {
       const drawing = await ask(this.name, this.values, (words) => { this.status.textContent = words; });
       if (turn !== this.turn) return;
       this.status.textContent = drawing.problem ?? "";
+      for (const old of [this.finding, this.pictures]) old.toggleAttribute("inert", "problem" in drawing);
       if (!drawing.problem) this.show(drawing);
     } catch (problem) {
       this.status.textContent = problem.message;
