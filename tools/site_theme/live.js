@@ -17,7 +17,7 @@ function tag(name, attributes = {}, ...children) {
 }
 const short = (x) => x === 0 ? "0" : Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3
   ? x.toExponential(0).replace("e+", "e") : String(Number(x.toPrecision(3)));
-const wide = (words) => words.length * TEXT * 0.58;
+const wide = (words) => words.length * TEXT * 0.56;
 const word = (x, y, words, more = {}) => tag("text", { x, y, "font-size": TEXT, ...more }, words);
 
 /* Ticks of an axis: round numbers, or on a logarithmic one the powers of ten or the values. */
@@ -65,9 +65,9 @@ function legend(svg, entries, width, top = 4) {
   return entries.length ? y + 22 : top;
 }
 const inkOf = (kind) => inks[kind] ?? { fill: "#0072B2", text: "#fff" };
-const leftOf = (names, width) => Math.min(Math.max(...names.map(wide)) + 10, width * 0.42);
+const leftOf = (names, width) => Math.min(Math.max(...names.map(wide)) + 10, width * 0.47);
 const rowName = (svg, left, y, name) => {
-  const room = Math.max(3, Math.floor((left - 8) / (TEXT * 0.58)));
+  const room = Math.max(3, Math.floor((left - 8) / (TEXT * 0.53)));
   const cut = name.length > room ? name.slice(0, room - 1) + "…" : name;
   const node = word(left - 6, y, cut, { "text-anchor": "end" });
   node.append(tag("title", {}, name));
@@ -164,9 +164,13 @@ const DRAW = {
         box(svg, left + each * n, 4 + ROW * row, each, ROW - 2, ink, words);
       });
     });
-    const bottom = 4 + ROW * names.length;
-    svg.append(word(2, bottom + 18, panel.x_label));
-    return bottom + 28;
+    let y = 4 + ROW * names.length, line = "";
+    for (const one of [...panel.x_label.split(" "), null]) { // in lines that fit
+      if (one !== null && wide(`${line} ${one}`) < width - 8) { line = `${line} ${one}`.trim(); continue; }
+      svg.append(word(2, y += 18, line));
+      line = one;
+    }
+    return y + 8;
   },
 };
 
@@ -317,6 +321,7 @@ class Part {
       const drawing = await ask(this.name, this.values, (words) => { this.status.textContent = words; });
       if (turn !== this.turn) return;
       this.status.textContent = drawing.problem ?? "";
+      for (const old of [this.finding, this.pictures]) old.toggleAttribute("inert", "problem" in drawing);
       if (!drawing.problem) this.show(drawing);
     } catch (problem) {
       this.status.textContent = problem.message;
