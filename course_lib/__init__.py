@@ -21,6 +21,7 @@ files are for: the method, and where the lesson has them, what predicts, measure
     checkpoint         14  sharded, whole or not at all, loaded at any world size
     context_parallel   15  one long sequence split over ranks: ring, Ulysses, all-gathered keys
     expert_parallel    16  experts of a layer on many ranks: dispatch, combine, gradients, balance
+    clinic             17  training runs with a fault that the loss hides: examined, and mended
 
 What they stand on, and what serves them:
 
@@ -30,6 +31,7 @@ What they stand on, and what serves them:
     frameworks             DeepSpeed, Accelerate and fully_shard behind one handle
     display                pictures and widgets
     hub                    models of Hugging Face: config.json, tensor names, files, both ways
+    debugging              where two runs differ first, which gradients nobody sums, who is behind
     train                  the training script, `python -m course_lib.train`
     jobs                   job scripts, schedulers, run records brought home
     checks                 what exercises call, by lesson (`checks/zero`): what is wrong, and why

@@ -50,7 +50,7 @@ BUCKETS = Live(
     choices={
         "model": (["gpt2", "gpt2-xl", "llama-1b"], "gpt2-xl"),
         "sequences": ([1, 2, 4, 8, 16], 4),
-        "p": ([2, 8, 64, 512], 8),
+        "p": ([2, 8, 64], 8),
         "link": ([*LINKS], "InfiniBand, 1 adapter"),
         "num_buckets": (NUMBERS, 1),
     },

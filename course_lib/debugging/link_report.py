@@ -135,16 +135,16 @@ def measure_all_reduce(ranks: int) -> LinkTimes:
     if ranks < 2:
         raise CourseError(f"--ranks: need two or more, which have a link; got {ranks}.")
     with Ranks(ranks) as world:
-        by_rank = world.run(_times)
+        by_rank = world.run(_times, SIZES, TURNS)
     times_s = {size: max(own[size] for own in by_rank) for size in SIZES}
     return LinkTimes("all_reduce", ranks, times_s, "measured here")
 
 
-def _times(rank: int) -> dict[int, float]:
+def _times(rank: int, sizes: Sequence[int], turns: int) -> dict[int, float]:
     """Return the median seconds of an all-reduce by size, after a warm-up."""
-    found: dict[int, list[float]] = {size: [] for size in SIZES}
-    for _ in range(TURNS + 1):
-        for size in SIZES:
+    found: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(turns + 1):
+        for size in sizes:
             tensor = torch.ones(size // 4, device=rank_device())
             dist.barrier()
             start_s = time.perf_counter()

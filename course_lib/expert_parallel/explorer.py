@@ -60,7 +60,7 @@ def exposed_alt(model: str, fullest: float, sends_once: bool, most_nodes: str) -
     """Return the finding as a sentence: milliseconds on the most ranks."""
     ep = _degrees(model)[-1]
     experts_ms, sent_ms = layer_ms(model, ep, fullest, sends_once, most_nodes)
-    return f"{model} on {ep} ranks: experts {experts_ms:.1f} ms, dispatch and combine {sent_ms:.1f}"
+    return f"{model} on {ep} ranks: experts {experts_ms:.1f} ms, exchange {sent_ms:.1f} ms"
 
 
 def by_ep(model: str, fullest: float, sends_once: bool, most_nodes: str) -> Figure:

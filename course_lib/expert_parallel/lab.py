@@ -71,7 +71,7 @@ def divided_layer(sizes: RoutedSizes, choices: Tensor) -> MoE:
     experts = Experts(count=sizes.experts, active=sizes.active, ffn_hidden=sizes.hidden)
     layer = MoE(replace(MODELS["moe-tiny"], hidden=sizes.hidden, experts=experts))
     parallelize_experts(layer)
-    layer.router = ChosenRouter(choices, sizes.experts)
+    layer.add_module("router", ChosenRouter(choices, sizes.experts))
     return layer
 
 
@@ -129,7 +129,7 @@ def _layer_events(rank: int, choices: dict[str, Tensor], experts: int) -> dict[s
         own = of_all.chunk(dist.get_world_size())[rank]
         sizes = RoutedSizes(tokens=len(own), hidden=64, experts=experts, active=own.shape[1])
         layer = divided_layer(sizes, own)
-        layer.experts = SleepingExperts()
+        layer.add_module("experts", SleepingExperts())
         for _ in range(2):
             tokens = torch.randn(len(own), sizes.hidden, requires_grad=True)
             dist.barrier()

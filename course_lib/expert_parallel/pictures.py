@@ -138,7 +138,7 @@ def layer_on_the_clock(
 
 
 def loads_picture(
-    loads: Mapping[str, Sequence[Sequence[int]]], ep: int, window: int = 10
+    loads: Mapping[str, Sequence[Sequence[int]]], ep: int, window: int = 30
 ) -> tuple[Figure, str]:
     """Draw how full the fullest rank is during training, for each rule.
 

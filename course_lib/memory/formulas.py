@@ -215,8 +215,9 @@ def _layer_steps(one: Pass, recompute: str, kind: LayerKind) -> _LayerSteps:
     held = {True: 0, False: 0}
     for weight in weights(one.spec, kind):
         held[weight.part == "experts"] += weights_on_rank(weight, one.parallelism)
-    freed = mlp * (recompute == "selective")
-    return _LayerSteps(kept, total(rows) - kept, freed, experts=held[True], others=held[False])
+    recomputed = total(rows) - kept
+    freed = mlp * (recompute == "selective" and recomputed > 0)  # a fused kernel saves no scores
+    return _LayerSteps(kept, recomputed, freed, experts=held[True], others=held[False])
 
 
 class _Steps:

@@ -28,6 +28,7 @@ def plan_of(config: TrainConfig, num_ranks: int) -> Plan:
         micro_batch=-(-config.global_batch // (axes.dp * count)),
         num_micro_batches=count,
         seq=config.seq,
+        recompute=config.recompute or "none",
         precision=str(precision),
     )
     return plan.with_axes(

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     app(args=arguments, obj=arguments, prog_name=COMMAND)
 
 
-@app.command(help=HELP)  # its docstring
+@app.command(help=HELP)
 def train(
     context: typer.Context,
     strategy: o.StrategyOption = None,
@@ -118,6 +118,7 @@ def train(
     cluster: o.ClusterOption = "dgx-h100",
     record_values: o.RecordValues = None,
 ) -> None:
+    """Train a GPT or a BERT; `HELP` is what --help says."""
     raise typer.Exit(run(context.params, context.obj))
 
 

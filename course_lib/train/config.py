@@ -231,8 +231,25 @@ class TrainConfig:
         return self.global_batch // together
 
     def parallelism(self, num_ranks: int) -> Parallelism:
-        """Return the sizes of the parallel axes for that many ranks. Raises: MeshError"""
-        return parallelism_of(self, num_ranks)
+        """Return how that many ranks split data, tensors and layers.
+
+        Raises: MeshError if they make no whole number of copies of the model
+        """
+        tp, pp, cp = self.tp, self.pp, self.cp
+        if num_ranks % (together := tp * pp * cp):
+            near = max(round(num_ranks / together), 1) * together
+            raise MeshError(
+                f"--mesh: need a number of ranks divisible by tp * pp * cp; got {num_ranks} and "
+                f"{tp} * {pp} * {cp}. Try --ranks {near}."
+            )
+        dp, sequence_parallel = num_ranks // together, self.sequence_parallel
+        if dp * cp % self.ep:
+            raise MeshError(
+                "--mesh: need ep as a divisor of dp * cp, whose ranks it reuses; got "
+                f"{self.ep} and {dp} * {cp}. Try ep={math.gcd(dp * cp, self.ep)}."
+            )
+        axes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": self.ep}
+        return Parallelism(**axes, sequence_parallel=sequence_parallel)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Check that this many ranks can train the run together. Raises: MeshError or ShapeError"""
@@ -321,25 +338,3 @@ def schedule_of(config: TrainConfig, num_micro_batches: int) -> "Schedule":
         need = str(error).partition(": ")[2]
         where = "(num_micro_batches = global_batch / (micro_batch * dp))"
         raise ScheduleError(f"--schedule {config.schedule}: {need} {where}") from error
-
-
-def parallelism_of(config: TrainConfig, num_ranks: int) -> Parallelism:
-    """Return how that many ranks split data, tensors and layers.
-
-    Raises: MeshError if they make no whole number of copies of the model
-    """
-    tp, pp, cp = config.tp, config.pp, config.cp
-    if num_ranks % (together := tp * pp * cp):
-        near = max(round(num_ranks / together), 1) * together
-        raise MeshError(
-            f"--mesh: need a number of ranks divisible by tp * pp * cp; got {num_ranks} and "
-            f"{tp} * {pp} * {cp}. Try --ranks {near}."
-        )
-    dp, sequence_parallel = num_ranks // together, config.sequence_parallel
-    if dp * cp % config.ep:
-        raise MeshError(
-            f"--mesh: need ep as a divisor of dp * cp, whose ranks it reuses; got {config.ep} and "
-            f"{dp} * {cp}. Try ep={math.gcd(dp * cp, config.ep)}."
-        )
-    axes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": config.ep}
-    return Parallelism(**axes, sequence_parallel=sequence_parallel)

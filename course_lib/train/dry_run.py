@@ -1,6 +1,6 @@
 """A run without running it: what one step would hold and send on each kind of rank.
 
-The trainer's own lines go through a step as one rank of a `dry_world`, on the meta device, for
+The trainer's own lines go through two steps as one rank of a `dry_world`, on the meta device, for
 one rank of each pipeline stage that differs: the ranks of a stage hold and send alike.
 """
 
@@ -44,7 +44,10 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """One step of a rank: `memory` in bytes by kind, each at its own peak, and `traffic`."""
+    """One step of a rank: `traffic`, and `memory` in bytes by kind.
+
+    Activations at their peak, the others when the last backward has ended, as in a run record.
+    """
 
     rank: int
     memory: dict[str, int]
@@ -58,7 +61,7 @@ def dry_run(config: TrainConfig, num_ranks: int) -> list[RankStep]:
     Raises:  CourseError for what has no dry run, or cannot be trained
     """
     check_dry(config)
-    config = replace(config, steps=1, epochs=None, every=0, eval_every=0, lr_decay=None)
+    config = replace(config, steps=2, epochs=None, every=0, eval_every=0, lr_decay=None)
     config = replace(config, out=None, profile=None, save_every=0, async_save=False)
     found = []
     for rank in ranks_to_look_at(config, num_ranks):
@@ -74,6 +77,12 @@ def check_dry(config: TrainConfig) -> None:
         raise CourseError(
             f"--dry-run: need a strategy of the course, as others read numbers, which tensors on "
             f"the meta device do not have; got {config.strategy}. Try --strategy {near}."
+        )
+    if config.cp > 1 or config.model.experts:
+        what = f"cp={config.cp}" if config.cp > 1 else f"the experts of {config.model.name}"
+        raise CourseError(
+            f"--dry-run: need a step whose sizes follow from its options; got {what}: numbers say "
+            "which tokens a rank computes with. Try it without, or course plan."
         )
     if config.resume or config.eval_only:
         raise CourseError(
@@ -106,7 +115,7 @@ def measure_step(trainer: Trainer) -> RankStep:
         raise CourseError(
             f"measure_step: need a strategy of the course; got {trainer.config.strategy}."
         )
-    for _ in range(trainer.config.steps - 1):
+    for _ in range(trainer.config.steps - 1):  # a first one makes the optimizer's state, and more
         trainer.step()
     peak = 0
 
@@ -119,7 +128,7 @@ def measure_step(trainer: Trainer) -> RankStep:
     with record() as log, saved.hooks():
         trainer.step()
     memory = {kind: trainer.record.run["memory"][kind] for kind in ("params", "grads")}
-    memory["optim_state"] = trainer.adapter.state_bytes()["optim_state"]  # a first step makes it
+    memory["optim_state"] = trainer.adapter.state_bytes()["optim_state"]
     return RankStep(
         rank=trainer.rank,
         memory=memory | {"activations": peak},
@@ -129,18 +138,14 @@ def measure_step(trainer: Trainer) -> RankStep:
 
 def traffic_of(events: Sequence[Event], mesh: RankMesh) -> list[Traffic]:
     """Return the communication among events of this rank, by axis and kind."""
-    members = {
-        axis: set(dist.get_process_group_ranks(mesh.group(axis)))
-        for axis, size in mesh.mesh.sizes.items()
-        if size > 1
-    }
     found: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for event in events:
         if event.kind not in COMMUNICATION_KINDS or len(event.group) < 2:
             continue
-        axis = next((axis for axis, ranks in members.items() if ranks.issuperset(event.group)), "")
         share = 0 if event.kind == "recv" else bus_factor(event.kind, len(event.group))
-        found[axis or "all", event.kind].append((event.num_bytes, share * event.num_bytes))
+        sent_bytes = share * event.num_bytes
+        axis = mesh.mesh.axis_of(event.group) or "all"
+        found[axis, event.kind].append((event.num_bytes, sent_bytes))
     return [
         Traffic(
             axis=axis,

@@ -131,7 +131,7 @@ def _check_context(config: Any) -> None:
         name = f"--model {model.name}" if config.masked else f"--strategy {config.strategy}"
         attempt = "--model tiny" if config.masked else "--strategy fsdp"
         raise MeshError(
-            f"{name}: need cp=1, as it attends to the tokens of one rank; got cp={cp}. "
+            f"{name}: need cp=1, as it attends to the tokens of its own rank only; got cp={cp}. "
             f"Try {attempt}."
         )
     if config.seq < cp:

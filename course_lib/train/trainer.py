@@ -192,8 +192,7 @@ class Trainer:
         n, config = self.progress.step, self.config
         self.metrics.forget_old_events()
         start_s = time.perf_counter()
-        draws = self.rank // config.tp  # for dropout: the ranks of a tp group draw alike
-        torch.manual_seed(mixed_seed(mixed_seed(config.seed, n), draws))
+        torch.manual_seed(mixed_seed(mixed_seed(config.seed, n), self._draws()))
         batch = self.data.batch(n, batch=config.global_batch, seq=config.seq, seed=config.seed)
         self.adapter.zero_grad()
         for group in self.adapter.optimizer.param_groups:  # now: a framework's backward may step
@@ -234,6 +233,10 @@ class Trainer:
         if self.recording:
             self.recording.gradients(self.adapter.grad_shards())
         return found if self.mesh.reports else torch.zeros_like(found)
+
+    def _draws(self) -> int:
+        """Return this rank's stream of dropout masks: the ranks of a tp group draw alike."""
+        return self.rank // self.config.tp
 
     @property
     def is_done(self) -> bool:

@@ -18,6 +18,7 @@ from course_lib.checks.exercise import cause_in
 from course_lib.core.files import write_result
 from course_lib.core.html_page import block, html_page, line, table
 from course_lib.workbooks.check_notebook import Verdict
+from course_tools.grading.by_hand import LATE
 from course_tools.grading.gradebook import EXERCISES, GRADEBOOK, number_text
 from course_tools.grading.graded import STATUSES, Graded
 
@@ -167,6 +168,7 @@ def _one_file(graded: Graded, points: Mapping[str, float]) -> Iterator[str]:
     else:
         yield f'<p class="score">{reached} of {out_of} points{later}</p>'
         yield f"<p>{line(str(graded.late))}</p>" if graded.late.days else ""
+        yield from _comment(graded, LATE)
         found = {verdict.key: verdict for verdict in graded.verdicts}
         shown = [
             replace(found.get(key, Verdict(key=key, status="")), status=graded.status(key))

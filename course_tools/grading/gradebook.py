@@ -22,7 +22,7 @@ from course_lib.core import CourseError
 from course_lib.core.files import check_result_path, write_result
 from course_lib.core.plain_text import csv_field, cut, one_line, printable
 from course_lib.workbooks.assignment import Assignment
-from course_tools.grading.by_hand import read_by_hand
+from course_tools.grading.by_hand import LATE, read_by_hand
 from course_tools.grading.graded import Graded
 from course_tools.grading.late_work import ON_TIME, late_work
 
@@ -159,6 +159,8 @@ class Gradebook:
 def _given(graded: Graded, key: str) -> str:
     """Return what a person gave for an exercise, or for all of it, as a note."""
     hand = graded.hand[key]
+    if key == LATE:
+        return f"By hand, days late that count: {graded.late.days:g}. {hand.comment}".rstrip()
     points = "" if hand.points is None else f"{number_text(hand.points)} points. "
     return f"By hand, {key or 'all of it'}: {points}{hand.comment}".rstrip()
 

@@ -4,6 +4,7 @@ The file is `times.csv` beside the gradebook, a copy of what the platform export
 student and one with the time. The course reads it and never changes it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, tzinfo
@@ -42,7 +43,11 @@ ON_TIME = Late()
 
 
 def read_times(path: Path, zone: tzinfo | None) -> dict[str, datetime]:
-    """Return when each student has handed in; the last time counts. Without a zone, it is `zone`.
+    """Return when each student has handed in; the last time counts.
+
+    zone  of a time that names none; None: this machine's, with its summer time
+
+    Whoever has another's name is left out: nobody knows whose time it is.
 
     Raises: CourseError where a column is missing, or for what is no time
     """
@@ -55,14 +60,16 @@ def read_times(path: Path, zone: tzinfo | None) -> dict[str, datetime]:
             f"{path}: need a column with students ({', '.join(STUDENT_TITLES[:3])}, ...) and one "
             f"with times ({', '.join(TIME_TITLES[:3])}, ...); got {', '.join(titles.values())}."
         )
-    found = dict[str, datetime]()
+    found, people = dict[str, datetime](), defaultdict[str, set[tuple[str, ...]]](set)
     for row in rows:
         if (text := (row[when] or "").strip()) in NONE:
             continue
         time = _time(text, zone, f"{path}, line {rows.line_num}")
-        for name in {(row[column] or "").strip() for column in who}:
+        names = tuple((row[column] or "").strip() for column in who)
+        for name in names:
+            people[name].add(names)
             found[name] = max(time, found.get(name, time))
-    return found
+    return {name: time for name, time in found.items() if len(people[name]) == 1}
 
 
 def _time(text: str, zone: tzinfo | None, where: str) -> datetime:
@@ -78,7 +85,9 @@ def _time(text: str, zone: tzinfo | None, where: str) -> datetime:
                 continue
     if time is None:
         raise CourseError(f"{where}: need a time like 2026-12-01T18:00; got {text!r}.")
-    return time if time.tzinfo else time.replace(tzinfo=zone)
+    if time.tzinfo:
+        return time
+    return time.replace(tzinfo=zone) if zone else time.astimezone()
 
 
 @dataclass(frozen=True)
@@ -116,4 +125,6 @@ def late_work(assignment: Assignment, folder: Path) -> LateWork:
     path = folder / TIMES
     if assignment.late is None or assignment.due is None or not path.exists():
         return LateWork(assignment)
-    return LateWork(assignment, read_times(path, assignment.due.tzinfo))
+    due = assignment.due
+    is_here = due.astimezone().utcoffset() == due.utcoffset()
+    return LateWork(assignment, read_times(path, None if is_here else due.tzinfo))

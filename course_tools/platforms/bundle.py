@@ -28,7 +28,13 @@ export DEBIAN_FRONTEND=noninteractive
 $as_root apt-get update -qq
 $as_root apt-get install -qq -y --no-install-recommends \\
   bubblewrap ca-certificates make procps python3 python3-venv
-python="$(command -v python3.13 python3.12 python3.11 | head -n 1 || true)"
+python=""
+for one in python3.13 python3.12 python3.11 python3; do
+  if "$one" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    python="$one"
+    break
+  fi
+done
 if test -z "$python"; then
   export UV_PYTHON_INSTALL_DIR="$home/python"
   python3 -m venv "$home/uv"

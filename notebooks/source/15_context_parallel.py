@@ -255,11 +255,17 @@ check("context_parallel-2", ring_forward)
 #
 # Computation grows with $n^2$, the message only with $n$. So if messages are exposed, a longer
 # sequence hides them, and more ranks for the same sequence expose them. Grouped-query attention
-# helps, too: in Llama-8B $h_{kv}/h$ is 1/4. The next picture sets $F$ to the peak of an H100.
+# helps, too: in Llama-8B $h_{kv}/h$ is 1/4. The next cell sets $F$ to the peak of an H100.
 # Attention that reaches only half of it computes longer, so it needs half the tokens.
 
-# %% tags=["picture"]
-show(*pictures.hiding_picture(tokens=(512, 1024, 2048, 4096, 8192)))
+# %%
+from course_lib.context_parallel.cost import hides_from
+from course_lib.cost.hardware import H100
+
+for share in (1, 1 / 4):
+    for link in ("NVLink", "InfiniBand NDR"):
+        tokens = hides_from(H100.peak(), H100.links[link], kv_share=share)
+        print(f"h_kv / h = {share:g}, {link}: hidden from {tokens:,.0f} tokens per rank on")
 
 # %% [markdown]
 # Backward needs the keys and values again, so they travel around the ring a second time. Behind
@@ -365,7 +371,8 @@ check("context_parallel-3", blocks_of_step)
 #
 # Does it hold on real ranks? The next cell measures for each rank how many seconds of a processor
 # it used, in all three layouts. (Waiting does not count. The four ranks share the cores of your
-# machine, so wall time would say little.)
+# machine, so wall time would say little.) `show(*pictures.ring_on_the_clock(busy))` in a new cell
+# draws the same runs on a clock, and a button saves them as a trace for Perfetto (lesson 06).
 
 # %% tags=["picture", "measured"]
 sizes = AttentionSizes(seq=1024, num_heads=4, kv_heads=4, head_dim=32, number_bytes=4)
@@ -492,6 +499,14 @@ print("visible with the 8 bits of bf16:", off / alone[0] > 2**-8)
 # The difference is small, since the attention of an untrained model is almost uniform. But the
 # rounding errors of float64 are at least a million times smaller than it. A comparison in bf16
 # would not have shown it.
+#
+# In the course's trainer, all of this is one more axis of the mesh (lesson 11). Two ranks for each
+# sequence, two for each layer, and FSDP over the ranks that hold the same parameters, which are
+# those of dp and cp together:
+#
+# `python -m course_lib.train --mesh cp=2,tp=2 --strategy fsdp --cp-form ring --cp-layout zigzag`
+#
+# Its losses are those of one rank (`python -m course_lib.train`), up to the last bits.
 #
 # **Positions, targets and the weighting of the loss must be those of the whole sequence. A falling
 # loss does not test this; a comparison with one process in float64 does.**
@@ -621,13 +636,12 @@ show(*pictures.bytes_picture(small, measured))
 #
 # Llama 3 chose this form (Grattafiori et al. 2024, section 3.3.2), for two reasons. First, its
 # sequences are packed documents, and a token must see its own document only. A rank that holds all
-# keys can apply a mask of any shape in a single call of attention. Second, with few KV heads the
-# exposed communication is short. The next cell computes this for the 405B model: tp 8 leaves each
-# rank 16 query heads and one KV head.
+# keys can apply a mask of any shape in a single call of attention. (In the course's library
+# `set_documents` does this for a whole GPT, with any of the three forms.) Second, with few KV heads
+# the exposed communication is short. The next cell computes this for the 405B model: tp 8 leaves
+# each rank 16 query heads and one KV head.
 
 # %%
-from course_lib.cost.hardware import H100
-
 part = AttentionSizes(seq=131072, num_heads=16, kv_heads=1, head_dim=128)
 gather_s = FORMS["all-gather"](part, 16).forward / H100.links["InfiniBand NDR"]
 attention_s = lab.forward_s(part, 16, 0.5 * H100.peak(), float("inf"))["all-gather"]
@@ -682,7 +696,9 @@ check("context_parallel-5", seconds_by_form)
 
 # %% [markdown]
 # The next picture uses this model for Llama-8B on 8 GPUs that InfiniBand connects, at half of the
-# peak of an H100.
+# peak of an H100. The explorer below it shows one such pass on a clock: blue boxes compute, with
+# the number of the block, and green ones send. What changes with the zigzag? With how many tokens
+# per rank do the gaps vanish, on InfiniBand and on NVLink? For which forms does the layout matter?
 
 
 # %% tags=["picture"]
@@ -698,6 +714,11 @@ for p, link in ((8, "NVLink"), (16, "InfiniBand NDR")):
     times = seconds(32768, p, link)
     print(f"{p} ranks, {link}: {min(times, key=times.get)} of {', '.join(times)} at 32,768 tokens")
 
+# %% tags=["picture"]
+from course_lib.context_parallel.explorer import attention_explorer
+
+attention_explorer()
+
 # %% [markdown]
 # For short sequences Ulysses is fastest here: messages cannot be hidden, so the fewest bytes win,
 # and on 8 ranks these are those of Ulysses. From some length on the ring's messages are hidden. For
@@ -707,14 +728,20 @@ for p, link in ((8, "NVLink"), (16, "InfiniBand NDR")):
 # all-gather is never faster than a ring. Llama 3 chose it for its masks, and because its messages
 # are short.
 #
+# In the explorer, with a contiguous layout rank 0 of a ring soon has nothing to compute, but it
+# goes on passing blocks. The layout matters for the all-gather, too, but not for Ulysses: there
+# each rank has all tokens. And a ring in zigzag has no gaps from $2(F/\beta)(h_{kv}/h)$ tokens per
+# rank on, twice as many as in section 3, because of the mask.
+#
 # What did others measure?
 #
 # - Liu, Zaharia and Abbeel (2023, section 5) train with a ring on GPUs and TPUs. The longest
 #   sequence that fits grows in proportion to the number of devices.
 # - Jacobs et al. (2023, abstract and section 4) train 2.5 times as fast with Ulysses as with
 #   Megatron's sequence parallelism, and with sequences 4 times as long.
-# - Fang and Zhao (2024, USP) combine both: Ulysses inside a node, and a ring between nodes. They
-#   report 47 % MFU for Llama3-8B with 208K tokens, on two nodes of eight A800 (abstract).
+# - Fang and Zhao (2024, USP) combine both: Ulysses inside a node, and a ring between nodes, as
+#   `usp_attention` in the course's library does. They report 47 % MFU for Llama3-8B with 208K
+#   tokens, on two nodes of eight A800 (abstract).
 # - Grattafiori et al. (2024, section 3.3.2) train Llama 3 405B with 16 ranks per sequence of
 #   131,072 tokens, an all-gather and a zigzag.
 
@@ -747,7 +774,8 @@ show(*pictures.long_runs_picture())
 #
 # Inside, `scaled_dot_product_attention` merges parts. By default it gathers keys and values while
 # it computes with its own block; after `set_rotate_method("alltoall")` it passes them on step by
-# step, as a ring does. This is a prototype, needs a GPU, and balances a causal mask with a zigzag.
+# step, as a ring does. This is a prototype; it balances a causal mask with a zigzag, and refuses
+# the CPU, for whose attention it has no rule (`make gpu` compares it with attention on one GPU).
 # Note the `buffers`: the rotary table is split, too, so positions stay global.
 #
 # On your cluster, one command times all forms for two lengths (`--seqs` sets others):

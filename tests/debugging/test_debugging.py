@@ -174,7 +174,7 @@ MESHES = {  # a run on two ranks; what is patched away; parameters whose gradien
     "fsdp": ({"strategy": "fsdp"}, ()),
     "zero": ({"strategy": "zero2"}, ()),
     "torch-fsdp": ({"strategy": "torch-fsdp"}, ()),
-    "zb-v": ({"pp": 2, "schedule": "zb-v", "micro_batch": 1}, ()),
+    "zb-h1": ({"pp": 2, "schedule": "zb-h1", "micro_batch": 1}, ()),
 }
 
 

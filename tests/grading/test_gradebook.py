@@ -202,7 +202,7 @@ def test_a_spreadsheet_may_write_what_a_person_gave(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("ann,ddp-9,1,", "line 2: need one of ddp-1, ddp-2; got 'ddp-9'"),
+        ("ann,ddp-9,1,", "line 2: need one of ddp-1, ddp-2, late; got 'ddp-9'"),
         (",ddp-1,1,", "line 2: need a student; got ''"),
         ("ann,ddp-1,many,", "line 2: need points as a number; got 'many'"),
         ("ann,ddp-1,nan,", "line 2: need points as a number; got 'nan'"),

@@ -121,6 +121,13 @@ def test_times_come_from_the_platforms_file(tmp_path, text):
     assert work.without_time(["ann", "bob"]) == ["bob"]
 
 
+def test_a_time_is_nobodys_where_two_have_one_name(tmp_path):
+    rows = "Name,SID,Submission Time\nAnn,a1,2026-12-02\nAnn,a2,2026-12-09\nAnn,a2,2026-12-10\n"
+    (tmp_path / "times.csv").write_text(rows)
+    times = read_times(tmp_path / "times.csv", DUE.tzinfo)
+    assert {name: time.day for name, time in times.items()} == {"a1": 2, "a2": 10}
+
+
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "student,time\nann,soon\n"])
 def test_what_is_no_time_is_refused(tmp_path, text):
     (tmp_path / "times.csv").write_text(text)

@@ -175,6 +175,12 @@ def test_a_notebook_is_checked_at_home_and_mistakes_are_named(bundle, real):
     assert [verdicts[key]["status"] for key in REAL] == statuses
     assert "Backward begins at the end" in verdicts["ddp-1"]["detail"]
     assert "Rounded down: the last bits" in verdicts["hw1-1"]["detail"]
+    for key, named in (("ddp-1", "Backward begins"), ("hw1-1", "Rounded down"), ("ddp-2", None)):
+        cause = verdicts[key]["cause"]
+        assert cause["sentence"].startswith(named) if named else cause is None
+        assert verdicts[key]["section"]
+    assert verdicts["ddp-1"]["cause"]["key"] == find_exercise("ddp-1").causes()[0].key
+    assert "do not write" in (bundle / "AGENTS.md").read_text()
     assert ended.returncode == 1
     told = at_home(bundle, "pack", "--student", "ann")
     assert told.returncode == 0

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -37,11 +38,11 @@ KINDS = {
 
 
 class WholeClass:
-    """Students of all kinds, `each` times, in a class of the toy assignment."""
+    """Students of these kinds, `each` times, in a class of the toy assignment."""
 
-    def __init__(self, small_class, each: int) -> None:
+    def __init__(self, small_class, kinds: Iterable[str], each: int) -> None:
         self.small_class = small_class
-        self.students = {f"{kind}{n}": kind for kind in KINDS for n in range(each)}
+        self.students = {f"{kind}{n}": kind for kind in kinds for n in range(each)}
         rule = LateRule(per_day=10, grace_minutes=30, most=50)
         settings = replace(
             read_assignment(small_class.home), due=DUE, late=rule, parts=PARTS, seeded=False
@@ -89,12 +90,12 @@ class WholeClass:
         return found | (dict.fromkeys(self.of("again"), 30.0) if resubmitted else {})
 
 
-def graded_twice(small_class, folder: Path, each: int) -> None:
+def graded_twice(small_class, folder: Path, kinds: Iterable[str], each: int) -> None:
     """Grade a class, then again after resubmissions, then all anew in another folder.
 
     Raises: AssertionError where a result differs, or what people gave is lost
     """
-    whole, first, anew = WholeClass(small_class, each), folder / "grades", folder / "anew"
+    whole, first, anew = WholeClass(small_class, kinds, each), folder / "grades", folder / "anew"
     first.mkdir()
     hand = whole.write_by_hand(first)
     before = whole.grade(first)

@@ -177,6 +177,18 @@ def test_micro_batches_cost_gradients_and_no_more_activations():
     assert many.peak_bytes() - one.peak_bytes() == full_grads
 
 
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_backward_frees_all_that_its_forward_keeps(recompute: str, flash: bool):
+    ledger = step_ledger(TINY, 2, 16, recompute=recompute, flash=flash)
+    held = ledger.bytes_by_kind["activations"]
+    assert held[-1] == 0
+    if (
+        flash and recompute == "selective"
+    ):  # a fused kernel saves no scores: there is nothing to drop
+        assert held == step_ledger(TINY, 2, 16).bytes_by_kind["activations"]
+
+
 def test_full_recompute_keeps_one_layer_whole_while_it_is_in_backward():
     none, full = (
         max(step_ledger(TINY, 2, 16, recompute=how).bytes_by_kind["activations"])

@@ -16,7 +16,7 @@ LAYERS = (  # a package imports only from what stands before it
     *("memory", "speed", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
     *("pipeline", "zero", "fsdp", "context_parallel", "expert_parallel", "mesh", "checkpoint"),
     *("debugging", "hub"),
-    *("train", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
+    *("train", "clinic", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )
 WINGS = {"course_lib": LAYERS, "course_tools": (*LAYERS, "authoring", "grading", "commands")}
 WITH_CORE = ("config", "families", "fields", "parts", "usual")  # of hub: how a spec is read
@@ -108,11 +108,13 @@ def unknown_packages(root: Path) -> list[str]:
 
 
 def functions(root: Path) -> Iterator[tuple[str, int]]:
-    """Name and length in lines of every function."""
+    """Name and length in lines of every function; parameters of a command are its options."""
     for path in sources(root):
         for node in nodes_of(path.read_text()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{path.relative_to(root)}: {node.name}", node.end_lineno - node.lineno + 1
+                is_command = any(".command(" in ast.unparse(one) for one in node.decorator_list)
+                first = node.body[0].lineno if is_command else node.lineno
+                yield f"{path.relative_to(root)}: {node.name}", node.end_lineno - first + 1
 
 
 def bare_asserts(root: Path) -> list[str]:
@@ -187,6 +189,7 @@ PLANTED = [
     (bare_asserts, "core/planted.py", '"""."""\nassert True\n'),
     (long_files, "core/planted.py", '"""."""\n' + "x = 1\n" * LONGEST_FILE),
     (long_functions, "core/planted.py", '"""."""\ndef long():\n' + "    x = 1\n" * 50),
+    (long_functions, "core/planted.py", '"""."""\n@a.command()\ndef b():\n' + "    x = 1\n" * 51),
     (without_docstring, "core/planted.py", "x = 1\n"),
 ]
 

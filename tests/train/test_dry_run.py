@@ -39,6 +39,8 @@ TABLE = [  # strategy and options, on 4 ranks (8 in the night)
     ("ddp", PP | {"tp": 2, "schedule": "gpipe"}),
     ("zero1", PP | {"schedule": "zb-h1", "model": LLAMA}),
     ("ddp", PP | {"schedule": "zb-v"}),
+    ("ddp", {"optimizer": "muon", "model": LLAMA}),
+    ("fsdp", TP | {"recompute": "full"}),
 ]
 
 
@@ -48,7 +50,7 @@ def on_a_rank(rank, config):
 
 def in_a_dry_world(rank, num_ranks, config):
     with dry_world(rank, num_ranks):
-        return on_a_rank(rank, replace(config, steps=1))
+        return on_a_rank(rank, config)
 
 
 def check(pools, num_ranks, strategy, options):
@@ -96,6 +98,7 @@ def test_a_thousand_ranks_are_told_in_seconds(capsys):
         ({"strategy": "deepspeed-3", "dtype": "float32"}, "need a strategy of the course"),
         ({"strategy": "torch-fsdp"}, "Try --strategy fsdp"),
         ({"strategy": "ddp", "resume": True, "out": "x"}, "need a training step"),
+        ({"strategy": "ddp", "cp": 2}, "got cp=2: numbers say"),
     ],
 )
 def test_what_has_no_dry_run_is_told(options, sentence):

@@ -17,7 +17,7 @@ function tag(name, attributes = {}, ...children) {
 }
 const short = (x) => x === 0 ? "0" : Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3
   ? x.toExponential(0).replace("e+", "e") : String(Number(x.toPrecision(3)));
-const wide = (words) => words.length * TEXT * 0.58;
+const wide = (words) => words.length * TEXT * 0.56;
 const word = (x, y, words, more = {}) => tag("text", { x, y, "font-size": TEXT, ...more }, words);
 
 /* Ticks of an axis: round numbers, or on a logarithmic one the powers of ten or the values. */
@@ -65,9 +65,9 @@ function legend(svg, entries, width, top = 4) {
   return entries.length ? y + 22 : top;
 }
 const inkOf = (kind) => inks[kind] ?? { fill: "#0072B2", text: "#fff" };
-const leftOf = (names, width) => Math.min(Math.max(...names.map(wide)) + 10, width * 0.42);
+const leftOf = (names, width) => Math.min(Math.max(...names.map(wide)) + 10, width * 0.47);
 const rowName = (svg, left, y, name) => {
-  const room = Math.max(3, Math.floor((left - 8) / (TEXT * 0.58)));
+  const room = Math.max(3, Math.floor((left - 8) / (TEXT * 0.53)));
   const cut = name.length > room ? name.slice(0, room - 1) + "…" : name;
   const node = word(left - 6, y, cut, { "text-anchor": "end" });
   node.append(tag("title", {}, name));
@@ -164,9 +164,13 @@ const DRAW = {
         box(svg, left + each * n, 4 + ROW * row, each, ROW - 2, ink, words);
       });
     });
-    const bottom = 4 + ROW * names.length;
-    svg.append(word(2, bottom + 18, panel.x_label));
-    return bottom + 28;
+    let y = 4 + ROW * names.length, line = "";
+    for (const one of [...panel.x_label.split(" "), null]) { // in lines that fit
+      if (one !== null && wide(`${line} ${one}`) < width - 8) { line = `${line} ${one}`.trim(); continue; }
+      svg.append(word(2, y += 18, line));
+      line = one;
+    }
+    return y + 8;
   },
 };
 
@@ -187,7 +191,8 @@ function tableOf(header, rows, chosen = -1) {
   const table = tag("table", {}, tag("thead", {}, tag("tr", {}, ...cells("th", header))));
   table.append(tag("tbody", {}, ...rows.map((row, n) =>
     tag("tr", n === chosen ? { class: "chosen", "aria-current": "true" } : {}, ...cells("td", row)))));
-  return tag("div", { class: "table-wrapper" }, table);
+  const scrolls = { tabindex: 0, role: "group", "aria-label": "table, scrolls" };
+  return tag("div", { class: "table-wrapper", ...scrolls }, table);
 }
 
 /* The numbers of a picture as a table, for who cannot see it, or wants to copy them. */
@@ -243,10 +248,11 @@ class Part {
     this.buttons = tag("div", { class: "live-buttons" });
     this.status = tag("p", { class: "live-status", role: "status" });
     this.finding = tag("p", { class: "live-finding", "aria-live": "polite" });
+    this.task = tag("div"); // of a game: its notes stand above what is built
     this.pictures = tag("div", { class: "live-pictures" });
     this.more = tag("div");
     section.replaceChildren(tag("p", { class: "live-question" }, this.about.question), this.controls,
-      this.finding, this.buttons, this.status, this.pictures, this.more);
+      this.task, this.finding, this.buttons, this.status, this.pictures, this.more);
     this.inputs = {};
     for (const [name, [options, start]] of Object.entries(this.about.options)) {
       if (!this.about.hidden.includes(name)) this.addControl(name, options, start);
@@ -270,7 +276,8 @@ class Part {
     } else {
       input = tag("select", {}, ...options.map((one, n) => tag("option", { value: n }, `${one}`)));
     }
-    const told = tag("output");
+    input.setAttribute("aria-label", words);
+    const told = tag("output", { "aria-hidden": "true" });
     const read = () => typeof start === "boolean" ? input.checked
       : options.length ? options[input.value] : input.value;
     const write = (value) => {
@@ -316,6 +323,7 @@ class Part {
       const drawing = await ask(this.name, this.values, (words) => { this.status.textContent = words; });
       if (turn !== this.turn) return;
       this.status.textContent = drawing.problem ?? "";
+      for (const old of [this.finding, this.pictures]) old.toggleAttribute("inert", "problem" in drawing);
       if (!drawing.problem) this.show(drawing);
     } catch (problem) {
       this.status.textContent = problem.message;
@@ -338,7 +346,9 @@ class Part {
     const command = drawing.command ? [tag("pre", { tabindex: 0, "aria-label": "to run it" },
       drawing.command), this.copyButton(drawing.command)] : [];
     const notes = drawing.note.split("\n").map((line) => tag("p", { class: "live-note" }, line));
-    this.more.replaceChildren(...command, ...notes, numbers);
+    const isGame = Object.keys(drawing.buttons).length > 0;
+    this.task.replaceChildren(...(isGame ? notes : []));
+    this.more.replaceChildren(...command, ...(isGame ? [] : notes), numbers);
     this.showButtons(drawing.buttons);
   }
 

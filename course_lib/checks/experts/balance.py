@@ -75,9 +75,9 @@ def _plain(result: Any, stream: list[Tensor], top_k: int, step: float) -> dict[s
     by_rank = loads.view(min(4, len(loads)), -1).sum(1)
     fullest = float(by_rank.max() / by_rank.mean())
     shown = {
-        "auxiliary loss": [round(float(one), 9) for one in losses[:3]],
+        "auxiliary loss": [round(float(one.detach()), 9) for one in losses[:3]],
         "its gradient": "none" if grads[0] is None else grads[0].flatten()[:8].tolist(),
-        "bias": [round(float(x), 6) + 0.0 for one in biases[:3] for x in one],
+        "bias": [round(float(x), 6) + 0.0 for one in biases[:3] for x in one.detach()],
     }
     if len(stream) < 100:
         return shown

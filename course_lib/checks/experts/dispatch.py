@@ -73,8 +73,8 @@ def _observe(rank: int, answer: Callable[..., Any]) -> dict[str, Any]:
 
         with watch.step(label, tokens=tokens, experts=experts, weights=weights) as step:
             out = answer(tokens, experts, weights, run, num_experts)
-        first, *later = [line for line in step.order if line != "wait"] or [""]
-        step.show(**{GETS: got, OUTPUT: out, SENT: [first.split(" of ")[0], *later]})
+        counts, *later = [line for line in step.order if line != "wait"] or [""]
+        step.show(**{GETS: got, OUTPUT: out, SENT: [counts.split(" of ")[0], *later]})
         if p == 1:  # then it may do without any call
             step.show(**{UNWAITED: [], SENT: []})
     return watch.seen

@@ -1,0 +1,1 @@
+"""Faulty training runs to examine and to mend (notebook 17_clinic)."""
