@@ -21,7 +21,7 @@ def plan_of(config: TrainConfig, num_ranks: int) -> Plan:
     wanted = {"--dtype": (precision, config.dtype), "--schedule": (schedule in SCHEDULES, schedule)}
     for option, (known, given) in wanted.items():
         if not known:
-            raise CourseError(f"{option} {given}")
+            raise CourseError(f"the planner has no {option} {given}.")
     plan = Plan(
         schedule=schedule,
         num_model_chunks=config.num_model_chunks,
@@ -50,7 +50,7 @@ def predicted_text(config: TrainConfig, num_ranks: int, cluster: str) -> str:
     try:
         step = predict(config.model, where, plan_of(config, num_ranks))
     except CourseError as error:
-        return f"No time is predicted: the planner has no {error}"
+        return f"No time is predicted: {error}"
     return _told(step)
 
 

@@ -7,6 +7,7 @@ one rank of each pipeline stage that differs: the ranks of a stage hold and send
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,11 @@ from course_lib.train.optimizers import PartAdapter
 from course_lib.train.strategies import FRAMEWORKS
 from course_lib.train.trainer import Trainer
 
+UNUSED: dict[str, Any] = {  # by the two steps of a dry run
+    **{"steps": 2, "epochs": None, "lr_decay": None, "warmup": 0, "every": 0, "eval_every": 0},
+    **{"stop_at_loss": None, "record_values": None, "out": None, "profile": None},
+    **{"save_every": 0, "async_save": False},
+}
 MOST_STAGES = 4  # of which each is looked at
 
 
@@ -61,8 +67,7 @@ def dry_run(config: TrainConfig, num_ranks: int) -> list[RankStep]:
     Raises:  CourseError for what has no dry run, or cannot be trained
     """
     check_dry(config)
-    config = replace(config, steps=2, epochs=None, every=0, eval_every=0, lr_decay=None)
-    config = replace(config, out=None, profile=None, save_every=0, async_save=False)
+    config = replace(config, **UNUSED)
     found = []
     for rank in ranks_to_look_at(config, num_ranks):
         with dry_world(rank, num_ranks):

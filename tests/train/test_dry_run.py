@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from course_lib.core import CourseError, ModelSpec
+from course_lib.planner.dry_run import predicted_text
 from course_lib.ranks.dry_world import dry_world
 from course_lib.ranks.world import is_dry
 from course_lib.train.__main__ import main
@@ -79,7 +80,7 @@ def test_a_dry_run_on_8_ranks_is_the_run(pools, strategy, options):
 
 
 COMMAND = """--mesh pp=4,dp=64,tp=4 --strategy fsdp --layers 8 --global-batch 256 --dtype bfloat16
-    --dry-run --save-every 5 --out runs/none"""
+    --dry-run --save-every 5 --out runs/none --eval-every 5 --stop-at-loss 2 --lr-decay cosine"""
 
 
 def test_a_thousand_ranks_are_told_in_seconds(capsys):
@@ -90,6 +91,11 @@ def test_a_thousand_ranks_are_told_in_seconds(capsys):
     assert "fullest of ranks 0, 256, 512, 768" in told
     assert "predicted on 1,024 GPUs of dgx-h100" in told
     assert {line.split()[0] for line in told.splitlines() if " all_" in line} == {"dp", "tp"}
+
+
+def test_what_the_planner_has_not_is_told():
+    config = replace(BASE, strategy="ddp", pp=2, schedule="naive", dtype="float32")
+    assert "the planner has no --schedule naive." in predicted_text(config, 4, "laptop")
 
 
 @pytest.mark.parametrize(
