@@ -28,7 +28,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SPEC = replace(MODELS["moe-tiny"], hidden=16)
 SPEC = replace(SPEC, experts=replace(SPEC.experts, ffn_hidden=12))
 SIZES, AUX = (9, 4, 1, 7), 0.1
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # its softmax of the router rounds float64 to fp32
 
 
 class OneStream:
