@@ -17,7 +17,10 @@ LAYERS = (  # a package imports only from what stands before it
     *("pipeline", "zero", "fsdp", "mesh", "checkpoint", "context_parallel"),
     *("train", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )
-WINGS = {"course_lib": LAYERS, "course_tools": (*LAYERS, "authoring", "grading", "commands")}
+WINGS = {
+    "course_lib": LAYERS,
+    "course_tools": (*LAYERS, "authoring", "grading", "platforms", "commands"),
+}
 NO_TORCH = (  # formulas and simulations, by path or by the name of the file
     *("core/", "cost/", "cost.py", "collectives/messages.py"),
     *("pipeline/actions.py", "pipeline/schedules.py", "pipeline/schedule_rules.py"),
