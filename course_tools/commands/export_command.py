@@ -47,28 +47,44 @@ def export(
     course assignment export hw1 --to gradescope
     course assignment export hw1 --to canvas --grades grades --roster canvas.csv
     """
-    from course_lib.workbooks.assignment import find_assignment, read_assignment
-    from course_tools.platforms.bundle import autograder_files, write_autograder, write_classroom
-    from course_tools.platforms.for_nbgrader import write_for_nbgrader
-    from course_tools.platforms.grade_table import TABLES, read_totals
+    from course_lib.workbooks.assignment import find_assignment
 
     folder = find_assignment(name)
-    assignment, there = read_assignment(folder), out or folder / "export"
-    strangers, made = list[str](), list[Path]()
-    if to in TABLES:
+    there = out or folder / "export"
+    if to in (Platform.CANVAS, Platform.MOODLE):
         if roster is None:
             raise CourseError(f"need what {to} has exported, to fill it in. Try --roster FILE.")
-        table, strangers = TABLES[to](roster, read_totals(grades), column or assignment.title)
-        made = [there / f"{assignment.name}-{to}.csv"]
-        write_result(made[0], table)
-    elif to == Platform.GRADESCOPE:
-        made = [there / f"{assignment.name}-gradescope.zip"]
-        write_autograder(made[0], autograder_files(folder, trust=trust))
-    elif to == Platform.GITHUB:
-        made = write_classroom(folder, there)
-    else:
-        made = write_for_nbgrader(folder, there)
-    for path in made:
+        _fill_in(to, folder, there, grades, roster, column)
+        return
+    for path in _for_platform(to, folder, there, trust=trust):
         print(path)
+
+
+def _for_platform(to: Platform, folder: Path, out: Path, *, trust: bool) -> list[Path]:
+    """Write what a platform grades with; return the paths."""
+    from course_tools.platforms.bundle import autograder_files, write_autograder, write_classroom
+    from course_tools.platforms.for_nbgrader import write_for_nbgrader
+
+    if to == Platform.GITHUB:
+        return write_classroom(folder, out)
+    if to == Platform.NBGRADER:
+        return write_for_nbgrader(folder, out)
+    path = out / f"{folder.resolve().name}-gradescope.zip"
+    write_autograder(path, autograder_files(folder, trust=trust))
+    return [path]
+
+
+def _fill_in(
+    to: Platform, folder: Path, out: Path, grades: Path, roster: Path, column: str
+) -> None:
+    """Fill the platform's own table in with grades; say who is not in it."""
+    from course_lib.workbooks.assignment import read_assignment
+    from course_tools.platforms.grade_table import TABLES, read_totals
+
+    assignment = read_assignment(folder)
+    table, strangers = TABLES[to](roster, read_totals(grades), column or assignment.title)
+    path = out / f"{assignment.name}-{to}.csv"
+    write_result(path, table)
+    print(path)
     if strangers:
         print(f"Not in {roster}: {', '.join(map(one_line, strangers))}")

@@ -18,7 +18,10 @@ LAYERS = (  # a package imports only from what stands before it
     *("debugging", "hub"),
     *("train", "clinic", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )
-WINGS = {"course_lib": LAYERS, "course_tools": (*LAYERS, "authoring", "grading", "commands")}
+WINGS = {
+    "course_lib": LAYERS,
+    "course_tools": (*LAYERS, "authoring", "grading", "platforms", "commands"),
+}
 WITH_CORE = ("config", "families", "fields", "parts", "usual")  # of hub: how a spec is read
 NO_TORCH = (  # formulas and simulations, by path or by the name of the file
     *(f"hub/{name}" for name in WITH_CORE),
