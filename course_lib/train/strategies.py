@@ -191,43 +191,26 @@ def deepspeed(
     return _framework(make, model, config, count)
 
 
-def accelerate_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Accelerate without a plugin, which is PyTorch's DDP."""
-    from course_lib import frameworks
-
-    return _framework(frameworks.accelerate_ddp, model, config)
-
-
-def accelerate_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Accelerate with its FSDP plugin."""
-    from course_lib import frameworks
-    from course_lib.models.gpt import Block
-
-    return _framework(partial(frameworks.accelerate_fsdp, unit=_kind(model, Block)), model, config)
-
-
-def accelerate_deepspeed(
-    model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup"
+def framework(
+    model: "nn.Module",
+    config: TrainConfig,
+    group: "dist.ProcessGroup",
+    *,
+    make: str,
+    by_block: bool = False,
+    **options: Any,
 ) -> Wrapped:
-    """Accelerate with its DeepSpeed plugin, stage 3; its backward steps, too."""
-    from course_lib import frameworks
+    """Accelerate or Lightning Fabric, each with PyTorch's DDP, its `fully_shard`, or DeepSpeed.
 
-    return _framework(partial(frameworks.accelerate_deepspeed, stage=3), model, config)
-
-
-def lightning_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Lightning Fabric with its DDP strategy, which is PyTorch's DDP."""
-    from course_lib import frameworks
-
-    return _framework(frameworks.lightning_ddp, model, config)
-
-
-def lightning_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Lightning Fabric with its ModelParallelStrategy: `fully_shard` on every block."""
+    make       name of the function in `course_lib.frameworks`
+    by_block   it shards every block: the model's own class, as some compare classes by name
+    """
     from course_lib import frameworks
     from course_lib.models.gpt import Block
 
-    return _framework(partial(frameworks.lightning_fsdp, unit=_kind(model, Block)), model, config)
+    if by_block:
+        options["unit"] = next(type(one) for one in model.modules() if isinstance(one, Block))
+    return _framework(partial(getattr(frameworks, make), **options), model, config)
 
 
 def megatron(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
@@ -278,11 +261,6 @@ def scheduler_note(config: TrainConfig, num_ranks: int) -> str | None:
         return None
     found = [rule for word, rule in rules.items() if word in name]
     return f"{name}: {found[-1]}; here the learning rate is set by the step." if found else None
-
-
-def _kind(model: "nn.Module", kind: "type[nn.Module]") -> "type[nn.Module]":
-    """Return the model's own class of such modules: some frameworks compare classes by name."""
-    return next(type(module) for module in model.modules() if isinstance(module, kind))
 
 
 def _framework(
@@ -337,11 +315,11 @@ SHARDS: dict[str, Strategy] = {
 FRAMEWORKS: dict[str, Strategy] = {
     **{f"deepspeed-{stage}": partial(deepspeed, stage=stage) for stage in range(4)},
     **{f"deepspeed-{n}-offload": partial(deepspeed, stage=n, offload=True) for n in (1, 2, 3)},
-    "accelerate-ddp": accelerate_ddp,
-    "accelerate-fsdp": accelerate_fsdp,
-    "accelerate-deepspeed": accelerate_deepspeed,
-    "lightning-ddp": lightning_ddp,
-    "lightning-fsdp": lightning_fsdp,
+    "accelerate-ddp": partial(framework, make="accelerate_ddp"),
+    "accelerate-fsdp": partial(framework, make="accelerate_fsdp", by_block=True),
+    "accelerate-deepspeed": partial(framework, make="accelerate_deepspeed", stage=3),
+    "lightning-ddp": partial(framework, make="lightning_ddp"),
+    "lightning-fsdp": partial(framework, make="lightning_fsdp", by_block=True),
     "megatron": megatron,
 }
 STRATEGIES = {**COPIES, **SHARDS, **FRAMEWORKS}
