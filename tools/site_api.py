@@ -15,13 +15,20 @@ ROW = re.compile(r"^ *(\S(?:.*?\S)?) {2,}(\S.*)$")
 FIELD = re.compile(r"^[A-Z]\w+:\s")
 WORD = re.compile(r"(`[^`]+`)")
 SPECIAL = re.compile(r"([\\*_<>\[\]$#|{}~])")
+OTHER_WORDS = {"experts": "expert_parallel"}  # lessons whose package has another name
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def package_of(stem: str) -> str:
+    """Return the package of a lesson, given the stem of its notebook."""
+    word = stem.partition("_")[2]
+    return OTHER_WORDS.get(word, word)
 
 
 def write_pages(root: Path, folder: Path, stems: list[str]) -> list[str]:
     """Write a page for each package of course_lib, and the page that lists them; return names."""
     folder.mkdir()
-    lessons = {stem.partition("_")[2]: stem for stem in stems}
+    lessons = {package_of(stem): stem for stem in stems}
     library = root / "course_lib"
     described = docstring(library / "__init__.py")
     names = [path.name for path in sorted(library.iterdir()) if (path / "__init__.py").exists()]

@@ -13,6 +13,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from site_api import package_of
+
 Cell = dict[str, Any]
 DRAWN = re.compile(r'width="(\d+)"([^>]*)src="data:image/(png|svg\+xml);base64,([^"]+)"')
 MARKER = re.compile(r"^[ \t]*### (?:BEGIN|END) SOLUTION.*\n?", re.MULTILINE)
@@ -184,7 +186,7 @@ def slide_links(decks: list[str]) -> list[tuple[str, str]]:
 
 def package_links(stem: str, packages: list[str]) -> list[tuple[str, str]]:
     """The link to the page of the lesson's package."""
-    package = stem.partition("_")[2]
+    package = package_of(stem)
     return [(f"course_lib.{package}", f"../api/{package}.html")] if package in packages else []
 
 

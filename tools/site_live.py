@@ -60,7 +60,7 @@ def first_question(root: Path) -> str:
     most = max(held, key=held.get)
     quiz = {
         "question": f"{values['model']} trains in {values['recipe']} on one "
-        f"{values['gpu'].upper()}, on one sequence of {values['seq']} tokens: what needs most?",
+        f"{values['gpu'].upper()}, on one sequence of {values['seq']} tokens: what is largest?",
         "answers": [WORDS[kind] for kind in held],
         "right": WORDS[most],
         "says": f"{held[most]:.0f} of {sum(held.values()):.0f} GiB. Now move the sliders.",
@@ -74,7 +74,8 @@ def html_of(name: str, above: str, quiz: dict[str, object] | None = None) -> str
     scripts = "".join(
         f'<script defer src="{above}live/{one}.js"></script>' for one in ("parts", "live")
     )
-    return f'<section class="live" data-live="{name}"{asked}></section>{scripts}'
+    fallback = "<p>This part needs JavaScript.</p>"
+    return f'<section class="live" data-live="{name}"{asked}>{fallback}</section>{scripts}'
 
 
 def write_live(root: Path, source: Path, stems: list[str]) -> dict[str, Live]:

@@ -125,12 +125,12 @@ def why(run: RecordedRun, cluster: ClusterName = "") -> None:
     python -m course_lib.train --ranks 2 --strategy ddp --out runs/ddp
     course why runs/ddp
     """
-    from course_lib.core.records import RunRecord
+    from course_lib.core.records import read_runs
     from course_lib.debugging.time_report import time_report
 
     report = time_report(run)
     print("\n".join(report.lines()))
-    record = RunRecord.read(next(iter(sorted(run.rglob("rank0*.jsonl")))))
+    record = next(one for one in read_runs(run) if one.rank == 0)
     if not cluster and record.machine.get("usable_gpus"):
         print("No prediction: name the cluster, as in --cluster hf-h100.")
         return

@@ -67,7 +67,11 @@ class Difference:
         ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
         micro_batch = f", micro-batch {call}" if call else ""
         of_name = "" if phase == "input" else f" {name}"
-        by = "missing, or of another shape" if math.isinf(self.relative) else f"{self.relative:.1e}"
+        by = (
+            "missing, or of another shape or dtype"
+            if math.isinf(self.relative)
+            else f"{self.relative:.1e}"
+        )
         return f"{WORDS[phase]}{of_name}{micro_batch}, on {ranks} ({by})"
 
 

@@ -21,7 +21,7 @@ from course_lib.models.moe import Routing, expert_order
 
 
 @dataclass(frozen=True)
-class Plan:
+class Exchange:
     """Which copies of tokens go where, in numbers that both directions use.
 
     tokens     [sent]: the token of each copy, in the order of the experts
@@ -61,7 +61,7 @@ class Dispatched:
     inputs: Tensor
     counts: Tensor
     weights: Tensor
-    plan: Plan
+    plan: Exchange
 
 
 def dispatch(tokens: Tensor, routing: Routing, num_experts: int, group: Group = None) -> Dispatched:
@@ -103,7 +103,7 @@ class _Dispatch(torch.autograd.Function):
     """From this rank's tokens to the inputs of this rank's experts."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, plan: Exchange) -> Tensor:
         ctx.plan, ctx.num_tokens = plan, len(tokens)
         return plan.to_experts(tokens[plan.tokens])
 
@@ -118,7 +118,7 @@ class _Combine(torch.autograd.Function):
     """From the outputs of this rank's experts to the weighted sums of this rank's tokens."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, plan: Exchange) -> Tensor:
         copies = plan.to_tokens(outputs)  # [sent, hidden]
         ctx.plan = plan
         ctx.save_for_backward(copies, weights)
@@ -135,14 +135,14 @@ class _Combine(torch.autograd.Function):
         return plan.to_experts(of_copies.to(copies.dtype)), of_weights.view_as(weights), None
 
 
-def _sum_copies(copies: Tensor, plan: Plan, num_tokens: int) -> Tensor:
+def _sum_copies(copies: Tensor, plan: Exchange, num_tokens: int) -> Tensor:
     whole = copies.new_zeros(num_tokens, copies.shape[1])
     return whole.index_add_(0, plan.tokens, copies)
 
 
 def _exchange_counts(
     slots: Tensor, counts: Tensor, top_k: int, group: Group
-) -> tuple[Plan, Tensor]:
+) -> tuple[Exchange, Tensor]:
     """Tell every rank how many copies come from each; return the plan, and what each expert gets.
 
     Shapes:  slots [sent], counts [num_experts]
@@ -155,7 +155,7 @@ def _exchange_counts(
     expert = torch.arange(by_rank.shape[1], device=counts.device).repeat(p)
     by_expert = expert.repeat_interleave(arriving).argsort(stable=True)
     sent, received = sizes
-    return Plan(group, slots // top_k, slots, sent, received, by_expert), by_rank.sum(0)
+    return Exchange(group, slots // top_k, slots, sent, received, by_expert), by_rank.sum(0)
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:

@@ -217,40 +217,22 @@ class FSDPAdapter(PartAdapter):
         return [replace(one, shard_of=shard_of[one.param]) for one in held_grads(self.part.module)]
 
 
-class TorchFSDPAdapter:
-    """Adapter for PyTorch's `fully_shard` and an optimizer of its DTensors."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def zero_grad(self) -> None:
-        """Reset the shards' gradients."""
-        self.optimizer.zero_grad()
-
-    def finish(self) -> None:
-        """Do nothing: there are no other axes."""
+class TorchFSDPAdapter(PartAdapter):
+    """Adapter for PyTorch's `fully_shard`, whose DTensors know their shards."""
 
     def clip(self, max_norm: float) -> float:
         """Clip by the norm of the whole gradient, which DTensors compute."""
-        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        norm: Any = nn.utils.clip_grad_norm_(self.part.module.parameters(), max_norm)
         return float(norm.full_tensor())
 
     def grad_shards(self) -> dict[str, Shard]:
-        """Return the shards of the gradients, which are DTensors."""
-        named = self.model.named_parameters()
+        """Return the shards of the gradients."""
+        named = self.part.module.named_parameters()
         return {name: whole_shard(param.grad) for name, param in named if param.grad is not None}
 
-    def step(self) -> None:
-        """Update the shards; the next forward gathers them."""
-        self.optimizer.step()
-
     def state(self) -> State:
-        """Return the model and the optimizer: their DTensors know their shards."""
-        return {"model": self.model, "optimizer": self.optimizer}
-
-    def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of this rank's shards by kind."""
-        return state_bytes(self.model.parameters(), self.optimizer)
+        """Return the model and the optimizer."""
+        return {"model": self.part.module, "optimizer": self.optimizer}
 
 
 class FrameworkAdapter:

@@ -20,7 +20,6 @@ from course_lib.train.config import CP_FORMS, TrainConfig
 if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
     import torch.distributed as dist
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from course_lib.frameworks import Engine, MegatronEngine
     from course_lib.mesh.model_part import ModelPart
@@ -165,14 +164,8 @@ def torch_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGrou
     from course_lib.models.gpt import Block
     from course_lib.train.optimizers import TorchFSDPAdapter, optimizer_of
 
-    made: list[Optimizer] = []
-
-    def make(params: Any) -> "Optimizer":
-        made.append(optimizer_of(config, params))
-        return made[0]
-
-    engine = fully_sharded(model, make, unit=Block, reshard_after_forward=config.reshard)
-    return Wrapped(engine.model, lambda *_: TorchFSDPAdapter(model, made[0]))
+    make, how = partial(optimizer_of, config), {"reshard_after_forward": config.reshard}
+    return Wrapped(fully_sharded(model, make, unit=Block, **how).model, TorchFSDPAdapter)
 
 
 def deepspeed(
@@ -196,21 +189,19 @@ def framework(
     config: TrainConfig,
     group: "dist.ProcessGroup",
     *,
-    make: str,
-    by_block: bool = False,
+    engine: str,
+    shards_blocks: bool = False,
     **options: Any,
 ) -> Wrapped:
-    """Accelerate or Lightning Fabric, each with PyTorch's DDP, its `fully_shard`, or DeepSpeed.
+    """An engine of `course_lib.frameworks`, by its name; Accelerate's DeepSpeed steps in backward.
 
-    make       name of the function in `course_lib.frameworks`
-    by_block   it shards every block: the model's own class, as some compare classes by name
+    shards_blocks   every block is gathered by itself
     """
     from course_lib import frameworks
     from course_lib.models.gpt import Block
 
-    if by_block:
-        options["unit"] = next(type(one) for one in model.modules() if isinstance(one, Block))
-    return _framework(partial(getattr(frameworks, make), **options), model, config)
+    unit = {"unit": _kind(model, Block)} if shards_blocks else {}
+    return _framework(partial(getattr(frameworks, engine), **options, **unit), model, config)
 
 
 def megatron(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
@@ -261,6 +252,11 @@ def scheduler_note(config: TrainConfig, num_ranks: int) -> str | None:
         return None
     found = [rule for word, rule in rules.items() if word in name]
     return f"{name}: {found[-1]}; here the learning rate is set by the step." if found else None
+
+
+def _kind(model: "nn.Module", kind: "type[nn.Module]") -> "type[nn.Module]":
+    """Return the model's own class of such modules: some frameworks compare classes by name."""
+    return next(type(module) for module in model.modules() if isinstance(module, kind))
 
 
 def _framework(
@@ -315,11 +311,11 @@ SHARDS: dict[str, Strategy] = {
 FRAMEWORKS: dict[str, Strategy] = {
     **{f"deepspeed-{stage}": partial(deepspeed, stage=stage) for stage in range(4)},
     **{f"deepspeed-{n}-offload": partial(deepspeed, stage=n, offload=True) for n in (1, 2, 3)},
-    "accelerate-ddp": partial(framework, make="accelerate_ddp"),
-    "accelerate-fsdp": partial(framework, make="accelerate_fsdp", by_block=True),
-    "accelerate-deepspeed": partial(framework, make="accelerate_deepspeed", stage=3),
-    "lightning-ddp": partial(framework, make="lightning_ddp"),
-    "lightning-fsdp": partial(framework, make="lightning_fsdp", by_block=True),
+    "accelerate-ddp": partial(framework, engine="accelerate_ddp"),
+    "accelerate-fsdp": partial(framework, engine="accelerate_fsdp", shards_blocks=True),
+    "accelerate-deepspeed": partial(framework, engine="accelerate_deepspeed", stage=3),
+    "lightning-ddp": partial(framework, engine="lightning_ddp"),
+    "lightning-fsdp": partial(framework, engine="lightning_fsdp", shards_blocks=True),
     "megatron": megatron,
 }
 STRATEGIES = {**COPIES, **SHARDS, **FRAMEWORKS}

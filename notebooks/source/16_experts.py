@@ -721,13 +721,13 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
         print(f"{name}, {link}, ms: {', '.join(words) or 'nothing fits'}")
 
 # %% [markdown]
-# Inside a node, splitting each expert is not bad at all: every token is sent once instead of $k$
-# times, and no rank is fuller than another. Over a slow link it depends on $k$: Mixtral's 2 copies
-# are cheaper to send than to gather all tokens of 8 ranks. Mixed divisions pay for both. The model
-# leaves out two things that speak against splitting. Qwen3's experts are only 768 wide, so an
-# eighth of one is a very narrow matrix, which a GPU computes inefficiently. And a gather cannot
-# grow beyond a node: with 64 ranks it sends 63 times all tokens of a rank. So large models use
-# expert parallelism, with whole experts.
+# Inside a node, where the link is fast, splitting each expert is not bad at all: it sends more
+# bytes for Mixtral, but no rank is fuller than another. Over a slow link, bytes decide: Mixtral
+# with its 2 copies should not be split, while Qwen3 has as many copies as there are ranks. Mixed
+# divisions pay for both. The model leaves out two things that speak against splitting. Qwen3's
+# experts are only 768 wide, so an eighth of one is a very narrow matrix, which a GPU computes
+# inefficiently. And a gather grows with the group: with 64 ranks, each rank sends its tokens 63
+# times. So large models use expert parallelism, with whole experts.
 #
 # How much does balance matter in practice? Megatron-Core's developers publish pairs of runs that
 # differ only in this: a router that is forced to be balanced, and one that has learned.

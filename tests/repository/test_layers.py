@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (  # a package imports only from what stands before it
     *("core", "cost", "models", "ranks", "frameworks", "collectives", "display"),
     *("memory", "speed", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
-    *("pipeline", "zero", "fsdp", "context_parallel", "expert_parallel", "mesh", "checkpoint"),
+    *("pipeline", "zero", "fsdp", "context_parallel", "mesh", "expert_parallel", "checkpoint"),
     *("debugging", "hub"),
     *("train", "clinic", "jobs", "planner", "scaling_study", "checks", "workbooks", "cli"),
 )

@@ -191,7 +191,8 @@ function tableOf(header, rows, chosen = -1) {
   const table = tag("table", {}, tag("thead", {}, tag("tr", {}, ...cells("th", header))));
   table.append(tag("tbody", {}, ...rows.map((row, n) =>
     tag("tr", n === chosen ? { class: "chosen", "aria-current": "true" } : {}, ...cells("td", row)))));
-  return tag("div", { class: "table-wrapper" }, table);
+  const scrolls = { tabindex: 0, role: "group", "aria-label": "table, scrolls" };
+  return tag("div", { class: "table-wrapper", ...scrolls }, table);
 }
 
 /* The numbers of a picture as a table, for who cannot see it, or wants to copy them. */
@@ -247,10 +248,11 @@ class Part {
     this.buttons = tag("div", { class: "live-buttons" });
     this.status = tag("p", { class: "live-status", role: "status" });
     this.finding = tag("p", { class: "live-finding", "aria-live": "polite" });
+    this.task = tag("div"); // of a game: its notes stand above what is built
     this.pictures = tag("div", { class: "live-pictures" });
     this.more = tag("div");
     section.replaceChildren(tag("p", { class: "live-question" }, this.about.question), this.controls,
-      this.finding, this.buttons, this.status, this.pictures, this.more);
+      this.task, this.finding, this.buttons, this.status, this.pictures, this.more);
     this.inputs = {};
     for (const [name, [options, start]] of Object.entries(this.about.options)) {
       if (!this.about.hidden.includes(name)) this.addControl(name, options, start);
@@ -344,7 +346,9 @@ class Part {
     const command = drawing.command ? [tag("pre", { tabindex: 0, "aria-label": "to run it" },
       drawing.command), this.copyButton(drawing.command)] : [];
     const notes = drawing.note.split("\n").map((line) => tag("p", { class: "live-note" }, line));
-    this.more.replaceChildren(...command, ...notes, numbers);
+    const isGame = Object.keys(drawing.buttons).length > 0;
+    this.task.replaceChildren(...(isGame ? notes : []));
+    this.more.replaceChildren(...command, ...(isGame ? [] : notes), numbers);
     this.showButtons(drawing.buttons);
   }
 
