@@ -59,7 +59,9 @@ def losses(record):
 
 def whole_state(trainer):
     """Every tensor of a trainer's state by name, put together on rank 0 from all ranks' shards."""
-    shards = collect(trainer.adapter.state()).shards
+    state = trainer.adapter.state()
+    state.pop("engine", None)  # a framework keeps its state to itself
+    shards = collect(state).shards
     parts = {name: (shard.shape, shard.pieces) for name, shard in shards.items()}
     by_rank = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, parts)
