@@ -28,6 +28,7 @@ What they stand on, and what serves them:
     models                 what is trained: GPT and BERT, tokens, texts
     frameworks             DeepSpeed, Accelerate and fully_shard behind one handle
     display                pictures and widgets
+    debugging              where two runs differ first, who is behind, where the time went
     train                  the training script, `python -m course_lib.train`
     jobs                   job scripts, schedulers, run records brought home
     checks                 what exercises call, by lesson (`checks/zero`): what is wrong, and why
