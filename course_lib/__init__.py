@@ -31,7 +31,7 @@ What they stand on, and what serves them:
     frameworks             DeepSpeed, Accelerate and fully_shard behind one handle
     display                pictures and widgets
     hub                    models of Hugging Face: config.json, tensor names, files, both ways
-    debugging              where two runs differ first, which gradients nobody sums, who is behind
+    debugging              where two runs differ first, who is behind, where the time went
     train                  the training script, `python -m course_lib.train`
     jobs                   job scripts, schedulers, run records brought home
     checks                 what exercises call, by lesson (`checks/zero`): what is wrong, and why

@@ -18,8 +18,10 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should not wa
     from course_lib.planner import PredictedStep
 
 PICTURES = (".png", ".pdf", ".svg")
-Run = Annotated[Path, typer.Argument(metavar="RUN_A", help="A folder of recorded values.")]
-Other = Annotated[
+ValuesArgument = Annotated[
+    Path, typer.Argument(metavar="RUN_A", help="A folder of recorded values.")
+]
+OtherArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="RUN_B", help="That of another run. Default: compare the copies within RUN_A."
@@ -55,7 +57,7 @@ Tolerance = Annotated[
         "mesh; between meshes 1e-9 for float64, 1e-4 for float32.",
     ),
 ]
-Picture = Annotated[
+PictureOption = Annotated[
     Path | None, typer.Option("--picture", metavar="FILE", help="Also draw it: a PNG, PDF or SVG.")
 ]
 
@@ -74,7 +76,10 @@ def add_debug_commands(app: typer.Typer) -> None:
 
 
 def diff(
-    run: Run, other: Other = None, tolerance: Tolerance = None, picture: Picture = None
+    run: ValuesArgument,
+    other: OtherArgument = None,
+    tolerance: Tolerance = None,
+    picture: PictureOption = None,
 ) -> None:
     """Find where two recorded runs differ first: step, operation or parameter, and rank.
 

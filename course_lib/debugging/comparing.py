@@ -17,7 +17,7 @@ from course_lib.debugging.gradient_types import TOLERANCES, GradientType, type_o
 from course_lib.debugging.kept_values import kept_path, largest_difference
 from course_lib.debugging.sketches import distance
 from course_lib.debugging.value_records import PHASES, RankValues, Value, read_values
-from course_lib.debugging.wholes import FLOOR, Key, WholeValue, axes_of, scales, wholes
+from course_lib.debugging.wholes import FLOOR, ValueKey, WholeValue, axes_of, scales, wholes
 
 T = TypeVar("T")
 OF_WHOLE = ("start", "gradient", "parameter")  # phases that do not depend on the mesh
@@ -48,7 +48,7 @@ OF_COPIES = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """A tensor in which two runs differ.
 
     ranks     where it differs; of a tensor over all ranks, those that hold it
@@ -57,7 +57,7 @@ class Difference:
     kind      of a gradient: what the ranks have of it
     """
 
-    key: Key
+    key: ValueKey
     ranks: tuple[int, ...]
     relative: float
     kind: GradientType | None = None
@@ -76,7 +76,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """How two runs differ; `str()` is the report.
 
     differences   all of them, in the order of computation
@@ -85,16 +85,16 @@ class Comparison:
     """
 
     names: tuple[str, ...]  # of the runs; of one: its copies of the same tensors were compared
-    differences: Sequence[Difference]
+    differences: Sequence[ValueDifference]
     num_compared: dict[tuple[int, str], int]
     is_by_rank: bool
 
     @property
-    def first(self) -> Difference | None:
+    def first(self) -> ValueDifference | None:
         """The first difference, or None."""
         return self.differences[0] if self.differences else None
 
-    def of_first_step(self) -> list[Difference]:
+    def of_first_step(self) -> list[ValueDifference]:
         """Return the differences of the first step that has one."""
         return [one for one in self.differences if self.first and one.key[0] == self.first.key[0]]
 
@@ -147,7 +147,7 @@ class Comparison:
 
 def compare_runs(
     a: str | PathLike[str], b: str | PathLike[str], *, tolerance: float | None = None
-) -> Comparison:
+) -> RunComparison:
     """Compare two runs that `record_run` or `course_lib.train --record-values` has recorded.
 
     tolerance   the largest difference of two tensors relative to their norm; None: none for runs
@@ -170,10 +170,10 @@ def compare_runs(
         found, counts = _by_rank(runs[0], runs[1], both, tolerance)
     else:
         found, counts = _as_wholes(runs[0], runs[1], both, tolerance)
-    return Comparison(names, found, counts, _is_same_mesh(*runs))
+    return RunComparison(names, found, counts, _is_same_mesh(*runs))
 
 
-def compare_copies(folder: str | PathLike[str], *, tolerance: float = 0.0) -> Comparison:
+def compare_copies(folder: str | PathLike[str], *, tolerance: float = 0.0) -> RunComparison:
     """Compare what several ranks of one run hold of the same tensor, which must stay the same.
 
     It needs no other run. The default tolerance is none: an all-reduce gives all ranks the same.
@@ -181,7 +181,7 @@ def compare_copies(folder: str | PathLike[str], *, tolerance: float = 0.0) -> Co
     Raises: CourseError for a folder without recorded values, or with those of one rank
     """
     run = read_values(Path(folder))
-    found, counts = list[Difference](), dict[tuple[int, str], int]()
+    found, counts = list[ValueDifference](), dict[tuple[int, str], int]()
     every = wholes(run, OF_WHOLE)
     limits = scales(every)
     for key, one in every.items():
@@ -189,16 +189,16 @@ def compare_copies(folder: str | PathLike[str], *, tolerance: float = 0.0) -> Co
             continue
         counts[key[:2]] = counts.get(key[:2], 0) + 1
         if relative := _beyond(one.disagreement(), limits[key], tolerance):
-            found.append(Difference(key, one.ranks, relative))
+            found.append(ValueDifference(key, one.ranks, relative))
     if not counts:
         raise CourseError(
             f"{folder}: need a run in which several ranks hold the same tensors; this one has none."
             " Try course diff with a second run."
         )
-    return Comparison((str(folder),), _in_order(found), counts, is_by_rank=False)
+    return RunComparison((str(folder),), _in_order(found), counts, is_by_rank=False)
 
 
-def _in_order(found: Sequence[Difference]) -> list[Difference]:
+def _in_order(found: Sequence[ValueDifference]) -> list[ValueDifference]:
     order = {phase: number for number, phase in enumerate(PHASES)}
     return sorted(found, key=lambda one: (one.key[0], order[one.key[1]]))
 
@@ -213,9 +213,9 @@ def _is_same_mesh(a: Sequence[RankValues], b: Sequence[RankValues]) -> bool:
 
 def _by_rank(
     a: Sequence[RankValues], b: Sequence[RankValues], steps: set[int], tolerance: float | None
-) -> tuple[list[Difference], dict[tuple[int, str], int]]:
+) -> tuple[list[ValueDifference], dict[tuple[int, str], int]]:
     """Return the differences rank by rank, each tensor once, and how many were compared."""
-    found: list[tuple[tuple[int, ...], Difference]] = []
+    found: list[tuple[tuple[int, ...], ValueDifference]] = []
     counts: dict[tuple[int, str], int] = {}
     for one, other in zip(a, b, strict=True):
         stage = one.axes.get("pp", (0, 1))[0]
@@ -230,19 +230,19 @@ def _by_rank(
             if relative:
                 flow = -stage if phase == "backward" else stage
                 place = (step, ORDER[phase], call, flow, number, one.rank)
-                found.append((place, Difference(key, (one.rank,), relative)))
+                found.append((place, ValueDifference(key, (one.rank,), relative)))
     ordered = [difference for _, difference in sorted(found, key=lambda pair: pair[0])]
     return list(_same_tensors(ordered)), counts
 
 
-def _found(values: Mapping[Key, T], key: Key) -> T | None:
+def _found(values: Mapping[ValueKey, T], key: ValueKey) -> T | None:
     """Return what was recorded; for the start of a run that resumed, the other run's weights."""
     step, phase, name, call = key
     before = (step - 1, "parameter", name, call)
     return values.get(key) or (values.get(before) if phase == "start" else None)
 
 
-def _same_tensors(differences: Sequence[Difference]) -> Iterator[Difference]:
+def _same_tensors(differences: Sequence[ValueDifference]) -> Iterator[ValueDifference]:
     """Put neighbours together that are one tensor on several ranks."""
     for _, group in groupby(differences, key=lambda one: one.key):
         same = list(group)
@@ -284,7 +284,7 @@ def _beyond(apart: float, scale: float, tolerance: float) -> float:
 
 def _as_wholes(
     a: Sequence[RankValues], b: Sequence[RankValues], steps: set[int], tolerance: float | None
-) -> tuple[list[Difference], dict[tuple[int, str], int]]:
+) -> tuple[list[ValueDifference], dict[tuple[int, str], int]]:
     """Return the differences of whole tensors; the run on fewer ranks is the reference."""
     run, reference = (b, a) if len(b) > len(a) else (a, b)
     own, right = wholes(run, OF_WHOLE), wholes(reference, OF_WHOLE)
@@ -295,13 +295,13 @@ def _as_wholes(
         one, truth = _found(own, key), _found(right, key)
         if step in steps and phase == "gradient" and (one is None) != (truth is None):
             only = one or truth
-            found += [Difference(key, only.ranks, math.inf)] if only else []
+            found += [ValueDifference(key, only.ranks, math.inf)] if only else []
         if step not in steps or one is None or truth is None:
             continue
         counts[step, phase] = counts.get((step, phase), 0) + 1
         relative, kind = _of_whole(one, truth, limits[truth.key], tolerance)
         if relative:
-            found.append(Difference(key, one.ranks, relative, kind))
+            found.append(ValueDifference(key, one.ranks, relative, kind))
     return _in_order(found), counts
 
 

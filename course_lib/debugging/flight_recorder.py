@@ -29,7 +29,7 @@ P2P = re.compile(r"(?P<kind>send|recv) (?P<own>\d+)(->|<-)(?P<peer>\d+)")
 
 
 @dataclass(frozen=True)
-class Call:
+class DumpedCall:
     """A call of one rank in a process group; `number` counts the calls of its group.
 
     peer   of a send or recv: the other rank, as the group counts
@@ -57,7 +57,7 @@ class Dump:
     """The dump of one rank: its calls in order, and the ranks of its groups where it names them."""
 
     rank: int
-    calls: Sequence[Call]
+    calls: Sequence[DumpedCall]
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -111,13 +111,13 @@ def _read(rank: int, path: Path) -> Dump:
     )
 
 
-def _call(rank: int, entry: Mapping[str, Any]) -> Call:
+def _call(rank: int, entry: Mapping[str, Any]) -> DumpedCall:
     name, desc = entry["process_group"]
     kind = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
     pair = P2P.match(kind)
     is_p2p = bool(entry["is_p2p"])
     sizes = entry.get("output_sizes" if "gather" in kind else "input_sizes") or []
-    return Call(
+    return DumpedCall(
         rank=rank,
         group=f"{desc} ({name})" if desc and desc != "undefined" else str(name),
         number=int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from course_lib.debugging.flight_recorder import Call, Dump
+from course_lib.debugging.flight_recorder import Dump, DumpedCall
 from course_lib.ranks.hangs import Wait
 from course_lib.ranks.report import Report, in_words
 
@@ -51,7 +51,7 @@ def hang_report(dumps: Sequence[Dump]) -> str:
     return "\n".join(parts)
 
 
-def _open_call(dump: Dump) -> Call | None:
+def _open_call(dump: Dump) -> DumpedCall | None:
     """Return the rank's oldest call that has not ended."""
     return next((call for call in dump.calls if not call.is_done), None)
 
@@ -63,7 +63,7 @@ def _members(group: str, dumps: Sequence[Dump]) -> tuple[int, ...]:
     return named or tuple(seen)
 
 
-def _missing(call: Call, dumps: Sequence[Dump]) -> tuple[int, ...]:
+def _missing(call: DumpedCall, dumps: Sequence[Dump]) -> tuple[int, ...]:
     """Return the ranks that have not made their side of a call."""
     members, by_rank = _members(call.group, dumps), {dump.rank: dump.calls for dump in dumps}
     if call.peer is None:
@@ -77,7 +77,7 @@ def _missing(call: Call, dumps: Sequence[Dump]) -> tuple[int, ...]:
     return (peer,) if len(theirs) <= mine.index(call) else ()
 
 
-def _has_made(calls: Sequence[Call], wanted: Call) -> bool:
+def _has_made(calls: Sequence[DumpedCall], wanted: DumpedCall) -> bool:
     """Return whether a rank has come as far as this collective; old ones leave the buffer."""
     return any(
         call.group == wanted.group and call.peer is None and call.number >= wanted.number
@@ -85,13 +85,13 @@ def _has_made(calls: Sequence[Call], wanted: Call) -> bool:
     )
 
 
-def _is(call: Call, group: str, kind: str, peer: int) -> bool:
+def _is(call: DumpedCall, group: str, kind: str, peer: int) -> bool:
     return (call.group, call.kind, call.peer) == (group, kind, peer)
 
 
 def _mismatch(dumps: Sequence[Dump]) -> Iterator[str]:
     """Yield the lines on the first collective in which ranks made different calls."""
-    found: dict[tuple[str, int], list[Call]] = {}
+    found: dict[tuple[str, int], list[DumpedCall]] = {}
     for dump in dumps:
         for call in dump.calls:
             if call.peer is None:

@@ -5,7 +5,7 @@ from collections import Counter
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from course_lib.debugging.comparing import Comparison
+from course_lib.debugging.comparing import RunComparison
 from course_lib.debugging.value_records import PHASES
 from course_lib.display.colours import BLACK, PALE, QUIET, WHITE
 from course_lib.display.page import SMALL_PT, TEXT_PT, Margins, page, plain
@@ -13,7 +13,7 @@ from course_lib.display.page import SMALL_PT, TEXT_PT, Margins, page, plain
 MOST_STEPS = 12
 
 
-def where_runs_differ(comparison: Comparison) -> tuple[Figure, str]:
+def where_runs_differ(comparison: RunComparison) -> tuple[Figure, str]:
     """Draw by step and phase how many tensors differ; the first difference has a thick frame."""
     first, counts = comparison.first, comparison.num_compared
     bad = Counter(one.key[:2] for one in comparison.differences)

@@ -28,7 +28,7 @@ from course_lib.debugging.value_records import Axes, Value, values_path, write_h
 ROOT = "model"  # the name of the model's own output
 
 
-class Recording:
+class ValueRecording:
     """The record of this rank's values, while the run goes on.
 
     module      whose submodules are recorded by name
@@ -162,7 +162,7 @@ def record_run(
     axes: Axes | None = None,
     first_step: int = 0,
     values_of: Collection[int] = (),
-) -> Iterator[Recording]:
+) -> Iterator[ValueRecording]:
     """Record the values of a training loop in the folder, one file per rank.
 
     with record_run(model, "runs/a", optimizer):
@@ -180,7 +180,7 @@ def record_run(
              models; no communication
     Raises:  CourseError for a folder that has the record of another run
     """
-    recording = Recording(
+    recording = ValueRecording(
         module, folder, model=model, axes=axes, first_step=first_step, values_of=values_of
     )
     if optimizer is not None:

@@ -10,7 +10,7 @@ from course_lib.core.shards import Box, covers_once
 from course_lib.debugging.sketches import Sketch, added, distance
 from course_lib.debugging.value_records import Axes, RankValues, Value
 
-Key = tuple[int, str, str, int]
+ValueKey = tuple[int, str, str, int]
 Holder = tuple[int, Value]  # a rank, and what it has
 FLOOR = 0.01  # of the largest norm in a phase: what is smaller is compared with this much
 
@@ -23,7 +23,7 @@ class WholeValue:
     axes     of each rank: its index and the size of each axis of the mesh
     """
 
-    key: Key
+    key: ValueKey
     copies: Mapping[tuple[Box, ...], Sequence[Holder]]
     axes: Sequence[Axes]
 
@@ -112,9 +112,9 @@ def axes_of(run: Sequence[RankValues]) -> list[Axes]:
     return [one.axes or {"ranks": (one.rank, one.world_size)} for one in run]
 
 
-def wholes(run: Sequence[RankValues], phases: Sequence[str]) -> dict[Key, WholeValue]:
+def wholes(run: Sequence[RankValues], phases: Sequence[str]) -> dict[ValueKey, WholeValue]:
     """Return the tensors of these phases in the order in which the first rank computes them."""
-    held: dict[Key, dict[tuple[Box, ...], list[Holder]]] = {}
+    held: dict[ValueKey, dict[tuple[Box, ...], list[Holder]]] = {}
     for one in run:
         for key, value in one.values.items():
             if key[1] in phases:
@@ -123,7 +123,7 @@ def wholes(run: Sequence[RankValues], phases: Sequence[str]) -> dict[Key, WholeV
     return {key: WholeValue(key, copies, axes) for key, copies in held.items()}
 
 
-def scales(found: Mapping[Key, WholeValue]) -> dict[Key, float]:
+def scales(found: Mapping[ValueKey, WholeValue]) -> dict[ValueKey, float]:
     """Return for each tensor the norm that its differences are compared with.
 
     That is its own, but not less than FLOOR of the largest in its phase: the gradient of the keys'

@@ -25,7 +25,7 @@ from course_lib.checkpoint.agree import from_all, from_first
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.core.specs import ModelSpec
-from course_lib.debugging.recording import Recording
+from course_lib.debugging.recording import ValueRecording
 from course_lib.expert_parallel import expert_groups, parallelize_experts
 from course_lib.hub.loading import load_hugging_face
 from course_lib.mesh.model_part import apply_methods
@@ -106,7 +106,7 @@ class Trainer:
         self._open_folder()
         self._pass, self._losses = make_passes(self.part, config, self.mesh)
         self._first = self.progress.step
-        self.recording: Recording | None = None
+        self.recording: ValueRecording | None = None
         if config.record_values:
             from_all(self._open_recording, None)
 
@@ -287,7 +287,7 @@ class Trainer:
     def _open_recording(self) -> None:
         """Begin to record values. Raises: CourseError for a folder that has some"""
         mesh = self.mesh
-        self.recording = Recording(
+        self.recording = ValueRecording(
             self.model,
             str(self.config.record_values),
             model=self.adapter.state()["model"],
