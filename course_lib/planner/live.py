@@ -15,7 +15,7 @@ from course_lib.core.units import GIB, format_bytes, format_seconds
 from course_lib.cost.flops import RECOMPUTE
 from course_lib.hub.config import read_values
 from course_lib.planner.cluster import cluster_names, find_cluster
-from course_lib.planner.notes import plan_notes, table_notes
+from course_lib.planner.notes import legend, plan_notes
 from course_lib.planner.plan import Plan
 from course_lib.planner.predicting import predict
 from course_lib.planner.prediction import CAUSE_NAMES, HEADERS, PredictedStep
@@ -206,13 +206,12 @@ def plans_drawing(
         f"course plan --model {shlex.quote(name)} --cluster {cluster} --nodes {nodes} "
         f"--global-batch-tokens {global_batch * seq} --seq {seq} --explain {plan}"
     )
-    notes = [*plan_notes(step), *table_notes(best, found.steps)]
     return Drawing(
         finding=f"{len(found.steps):,} of {found.num_plans:,} plans of {step.model.name} fit on "
         f"{step.cluster.num_gpus} GPUs. Plan {plan}: {bill_words(step)}; memory "
         f"{memory_words(step)}",
         panels=[Table(header=("", *HEADERS), rows=rows, chosen=plan - 1), *panels_of(step)],
-        note="\n".join([bill_where(step), *notes]),
+        note="\n".join([bill_where(step), *plan_notes(step), legend(best)]),
         command=command,
     )
 

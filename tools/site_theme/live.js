@@ -65,7 +65,7 @@ function legend(svg, entries, width, top = 4) {
   return entries.length ? y + 22 : top;
 }
 const inkOf = (kind) => inks[kind] ?? { fill: "#0072B2", text: "#fff" };
-const leftOf = (names, width) => Math.min(Math.max(...names.map(wide)) + 10, width * 0.47);
+const leftOf = (names, width) => Math.min(Math.max(...names.map(wide)) + 20, width * 0.47);
 const rowName = (svg, left, y, name) => {
   const room = Math.max(3, Math.floor((left - 8) / (TEXT * 0.53)));
   const cut = name.length > room ? name.slice(0, room - 1) + "…" : name;
