@@ -14,7 +14,7 @@ from typing import Any
 from course_lib.clinic.cases import CASES, USUAL, FaultyRun, replaced
 from course_lib.core.errors import CourseError
 from course_lib.core.presets import MODELS
-from course_lib.debugging import Comparison, compare_runs
+from course_lib.debugging import RunComparison, compare_runs
 from course_lib.ranks import Ranks
 from course_lib.train.config import TrainConfig
 from course_lib.train.trainer import train
@@ -61,7 +61,7 @@ def run_right(case: FaultyRun, folder: Path | None = None, *, seed: int = 0) -> 
         return one.run(_trained, config, case.circumstances)[0]
 
 
-def examine(case: FaultyRun, function: Callable[..., Any] | None = None) -> Comparison:
+def examine(case: FaultyRun, function: Callable[..., Any] | None = None) -> RunComparison:
     """Compare a case, or what a function makes of it, with the right run: the first difference."""
     with tempfile.TemporaryDirectory() as folder:
         right, brought_in = Path(folder) / "one process", Path(folder) / "the case"
