@@ -71,7 +71,8 @@ def clip_grad_norm_across(
         counted -= {one for one in counted if not _counts(one, mesh)}
     squared = [one.grad for one in grads if one.param in counted]
     groups = [mesh.group(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1]
-    groups += [mesh.copies] * (held is not None or bool(experts))
+    if held is not None or experts:
+        groups.append(mesh.copies)
     param = next(module.parameters(), None)
     return clip_shards(
         squared,

@@ -194,7 +194,7 @@ def say(capsys, monkeypatch, tmp_path):
             "--mesh: need dp * pp * cp * tp ranks; got 2 * 1 * 1 * 2 and 2",
         ),
         ("--mesh tp=2,tp=2", "mesh: need axes such as dp=2,pp=2,tp=2, each once"),
-        ("--mesh ep=2", "--mesh: need axes out of dp, pp, cp, tp; got ep"),
+        ("--mesh ep=2", "--mesh: need ep=1 for a dense model; got model tiny and ep=2."),
         ("--mesh pp=3", "at most the 2 layers of model tiny; got 3 * 1. Try --layers 3"),
         ("--mesh pp=-1", "mesh: need axes such as dp=2,pp=2,tp=2, each once; got 'pp=-1'"),
         (
