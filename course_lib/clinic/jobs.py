@@ -6,6 +6,7 @@ They are written in the formats of real ones, with times that are made up. Noteb
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 from course_lib.core.records import Event, RunRecord
 
@@ -53,7 +54,7 @@ def write_records(folder: Path, num_steps: int = 3) -> Path:
         events = []
         for step in range(num_steps):
             done_s, end_s = step + compute_s, step + max(COMPUTE_S) + 0.08
-            at = {"rank": rank, "start_s": done_s, "end_s": end_s}
+            at: dict[str, Any] = {"rank": rank, "start_s": done_s, "end_s": end_s}
             events += [
                 Event(rank=rank, kind="backward", start_s=float(step), end_s=done_s),
                 Event(kind="all_reduce", group=(0, 1, 2, 3), **at),

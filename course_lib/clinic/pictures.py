@@ -1,6 +1,7 @@
 """Pictures of the clinic. Each function returns a figure and its alt text."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -23,7 +24,7 @@ def curves_picture(
         f"{name}: {distance(right, case):.2g} from the right run on average; "
         f"right runs with other seeds: at least {least:.2g}"
     )
-    looks = {
+    looks: dict[str, dict[str, Any]] = {
         "right runs, other seeds": {"color": QUIET, "linewidth": 1.0},
         "one process": {"color": SERIES[0], "linewidth": 1.6},
         "the case": {"color": SERIES[1], "linewidth": 1.6, "linestyle": "--"},

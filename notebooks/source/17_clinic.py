@@ -326,9 +326,9 @@ print(patient.symptoms, patient.code, sep="\n\n")
 #
 # *Difficulty 2 of 5, importance 5 of 5, about 7 minutes.*
 #
-# `one_by_one` accumulates the gradients of a step's micro-batches on PyTorch's DDP. DDP reduces
+# `one_by_one` accumulates the gradients of a step's micro-batches on PyTorch's DDP, which reduces
 # gradients in backward, except within `wrapped.no_sync()` (lesson 06). `wrapped.model(inputs)`
-# returns logits; `wrapped.backward(loss)` is backward. Copy the function from above, find the
+# returns logits, and `wrapped.backward(loss)` is backward. Copy the function from above, find the
 # fault, and mend it. A step may have any number of micro-batches. Return the diagnosis, and the
 # mended function. About 9 lines, of which one changes.
 #
@@ -374,12 +374,11 @@ print(patient.symptoms, patient.code, sep="\n\n")
 # *Difficulty 3 of 5, importance 4 of 5, about 8 minutes.*
 #
 # With FSDP (lesson 10), each rank holds a shard of every gradient. `clip` scales this rank's
-# gradients so that the norm of the *whole* gradient is at most `max_norm`.
-# `clip_shards(grads, max_norm, groups, scaled=...)` computes the sum of squares of `grads`, adds it
-# over each process group in the list `groups`, and scales the tensors in `scaled`.
-# `mesh.group(axis)` returns the group of an axis; `mesh.copies` is the group of the data-parallel
-# ranks, over which FSDP shards. (The faulty code's `counted_once_here` is `counted_here`.) Return
-# the diagnosis, and the mended function. About 10 lines, of which one changes.
+# gradients so that the norm of the *whole* gradient is at most `max_norm`. `clip_shards` adds the
+# squares of its first argument over each process group in `groups`. `mesh.group(axis)` is the group
+# of an axis; `mesh.copies` is the group of the data-parallel ranks, over which FSDP shards. (The
+# faulty code's `counted_once_here` is `counted_here`.) Return the diagnosis, and the mended
+# function. About 10 lines, of which one changes.
 
 
 # %% tags=["exercise"] exercise="clinic-3"
@@ -476,11 +475,10 @@ print(hang_report(read_dumps(jobs.write_dumps(dumps))))
 # *Difficulty 3 of 5, importance 5 of 5, about 8 minutes.*
 #
 # Return a dict: for each rank that is behind, the sorted list of `(group, number)` of calls in
-# which others wait for it. `calls[rank]` lists a rank's calls, oldest first, as
-# `(group, number, kind, is_done)`; a rank without a dump is not in it. `members[group]` lists
-# ranks. A rank waits in its oldest open call, for the members of the group whose largest number is
-# smaller. A rank that waits itself is not behind. The job above gives
-# `{3: [("default_pg", 42), ("tp", 1205)]}`. About 10 lines.
+# which others wait for it. `calls[rank]` lists a rank's calls, oldest first, as `(group, number,
+# kind, is_done)`; a rank without a dump is not in it. `members[group]` lists ranks. A rank waits in
+# its oldest open call, for members whose numbers are all smaller. A rank that waits is not behind.
+# The job above gives `{3: [("default_pg", 42), ("tp (2)", 1205)]}`. About 12 lines.
 
 
 # %% tags=["exercise"] exercise="clinic-5"
