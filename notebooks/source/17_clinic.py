@@ -147,11 +147,10 @@ show(*where_runs_differ(report))
 print(case.code)
 
 # %% [markdown]
-# It does call `all_reduce`. But then it divides by the number of ranks, as data parallelism does.
-# (Megatron-LM #1446 and gpt-neox #1259 did not sum at all; the effect on the loss is just as
-# small.) The
-# terms of a sum were averaged. Is that all? The proof of a mend is the same comparison again, with
-# the mended function in the fault's place.
+# It does call `all_reduce`. But then it divides by the number of ranks, as data parallelism does:
+# the terms of a sum were averaged. (Megatron-LM #1446 and gpt-neox #1259 did not sum at all, and
+# their losses fell, too.) Is that all? The proof of a mend is the same comparison again, with the
+# mended function in the fault's place.
 
 
 # %%
@@ -224,7 +223,7 @@ print(examine(resumed, function_at(resumed.place), steps=6))
 #
 # ## 4 A norm of norms
 #
-# The third patient has an unequal curve, too small to see. It trains with tensor parallelism,
+# The curve of the third patient differs too little to see. It trains with tensor parallelism,
 # AdamW, and gradients that are clipped to a norm of 0.5.
 
 # %% tags=["picture"]
@@ -251,9 +250,8 @@ print(clipped.code)
 # %% [markdown]
 # All gradients are equal, so again the fault comes after them. AdamW divides each gradient by the
 # root of its mean square. If all gradients of a run are multiplied by one number, the number
-# cancels, except for the small epsilon. So AdamW hides faults of clipping almost completely, as
-# long as they are the same in every step. They are not: the factor depends on the norm of the step.
-# With SGD the difference would be as large as the factor.
+# cancels, except for the small epsilon. So AdamW hides most of a fault of clipping. Only what
+# changes from step to step is left. With SGD, each update would be wrong by the whole factor.
 #
 # The function answers which squares *this rank* adds to the sum over the ranks. A norm of a layer
 # is on all tp ranks. Its square may count once; here it counts on each of them. (torchtitan #596
@@ -484,7 +482,7 @@ print(hang_report(read_dumps(jobs.write_dumps(dumps))))
 # %% tags=["exercise"] exercise="clinic-5"
 def who_is_behind(calls, members):
     """Return for each rank that is behind the calls that others wait in: {rank: [(group, n)]}."""
-    ### BEGIN SOLUTION: each rank's oldest open call, who lacks it, who of these waits for nobody
+    ### BEGIN SOLUTION: who lacks each oldest open call, and waits for nobody?
     waits = {}
     for rank, made in calls.items():
         for group, number, _, _ in [call for call in made if not call[3]][:1]:
@@ -572,4 +570,4 @@ for name, one in CASES.items():
 # - meta-pytorch/spmd_types 2026, *Types*: where the four names come from.
 # - transformers #34191; Megatron-LM #1446 and #844; torchtitan #596; FunASR #3472; accelerate #4233
 #   and #963: the faults of this lesson, as they were found.
-# - Zhang et al. 2022, *OPT*, appendix E and the logbook: what can go wrong in a run of months.
+# - Zhang et al. 2022, *OPT*, section 2.5: what went wrong in a run of two months.
