@@ -73,7 +73,7 @@ def examine(
         right, brought_in = Path(folder) / "one process", Path(folder) / "the case"
         run_right(case, right, steps=steps)
         run_case(case, brought_in, function=function, steps=steps)
-        return compare_runs(right, brought_in)
+        return replace(compare_runs(right, brought_in), names=(right.name, brought_in.name))
 
 
 def _settings(case: FaultyRun, seed: int, steps: int | None) -> dict[str, Any]:
