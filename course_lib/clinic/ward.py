@@ -36,14 +36,16 @@ def run_case(
     *,
     function: Callable[..., Any] | None = None,
     seed: int = 0,
+    steps: int | None = None,
 ) -> Losses:
     """Train a case on its ranks; return the loss of each step, counted from 0.
 
     folder    for the recorded values; None: nothing is recorded
     function  what stands in the fault's place; None: the fault
+    steps     None: those of the case; a run that resumes does so in the middle
     """
     there = {**case.circumstances, case.place: function or case.faulty}
-    settings, losses = _settings(case, seed), Losses()
+    settings, losses = _settings(case, seed, steps), Losses()
     with tempfile.TemporaryDirectory() as out, Ranks(case.ranks) as ranks:
         if every := settings.get("save_every"):  # the job is preempted in the middle
             settings["out"] = out
@@ -53,26 +55,38 @@ def run_case(
         return losses + ranks.run(_trained, config, there)[0]
 
 
-def run_right(case: FaultyRun, folder: Path | None = None, *, seed: int = 0) -> Losses:
+def run_right(
+    case: FaultyRun, folder: Path | None = None, *, seed: int = 0, steps: int | None = None
+) -> Losses:
     """Train in one process what a case should have trained; return the loss of each step."""
-    settings = {k: v for k, v in _settings(case, seed).items() if k not in SPLITTING}
+    settings = {k: v for k, v in _settings(case, seed, steps).items() if k not in SPLITTING}
     config = TrainConfig(**settings, record_values=str(folder) if folder else None)
     with Ranks(1) as one:
         return one.run(_trained, config, case.circumstances)[0]
 
 
+<<<<<<< HEAD
 def examine(case: FaultyRun, function: Callable[..., Any] | None = None) -> RunComparison:
+=======
+def examine(
+    case: FaultyRun, function: Callable[..., Any] | None = None, *, steps: int | None = None
+) -> Comparison:
+>>>>>>> clinic
     """Compare a case, or what a function makes of it, with the right run: the first difference."""
     with tempfile.TemporaryDirectory() as folder:
         right, brought_in = Path(folder) / "one process", Path(folder) / "the case"
-        run_right(case, right)
-        run_case(case, brought_in, function=function)
-        return compare_runs(right, brought_in)
+        run_right(case, right, steps=steps)
+        run_case(case, brought_in, function=function, steps=steps)
+        return replace(compare_runs(right, brought_in), names=(right.name, brought_in.name))
 
 
-def _settings(case: FaultyRun, seed: int) -> dict[str, Any]:
+def _settings(case: FaultyRun, seed: int, steps: int | None) -> dict[str, Any]:
     model = replace(MODELS["tiny"], **case.model)
-    return {"model": model, "seed": seed, **USUAL, **case.settings}
+    settings = {"model": model, "seed": seed, **USUAL, **case.settings}
+    if steps is None:
+        return settings
+    half = {"save_every": steps // 2} if "save_every" in settings else {}
+    return settings | {"steps": steps} | half
 
 
 def _trained(rank: int, config: TrainConfig, functions: Mapping[str, Callable[..., Any]]) -> Losses:
