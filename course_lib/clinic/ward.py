@@ -65,13 +65,9 @@ def run_right(
         return one.run(_trained, config, case.circumstances)[0]
 
 
-<<<<<<< HEAD
-def examine(case: FaultyRun, function: Callable[..., Any] | None = None) -> RunComparison:
-=======
 def examine(
     case: FaultyRun, function: Callable[..., Any] | None = None, *, steps: int | None = None
-) -> Comparison:
->>>>>>> clinic
+) -> RunComparison:
     """Compare a case, or what a function makes of it, with the right run: the first difference."""
     with tempfile.TemporaryDirectory() as folder:
         right, brought_in = Path(folder) / "one process", Path(folder) / "the case"
