@@ -15,7 +15,7 @@ from course_lib.checks.judge import ByExample, Difference
 from course_lib.checks.on_ranks import Run, Trouble
 from course_lib.clinic.cases import FaultyRun
 from course_lib.clinic.ward import examine, find_case
-from course_lib.debugging.comparing import Difference as FirstDifference
+from course_lib.debugging.comparing import ValueDifference as FirstDifference
 from course_lib.debugging.gradient_types import MEAN, PARTIAL, UNKNOWN
 from course_lib.ranks import RankError
 
@@ -101,7 +101,9 @@ class Patient(ByExample):
         for one in (case, twin):
             yield _mended(one, function)
 
-    def _failed(self, seen: Run, found: Difference, exercise: Exercise) -> CheckFailed | NotDone:
+    def _failed(
+        self, seen: Run, found: Difference, exercise: Exercise
+    ) -> CheckFailed | NotDone:
         if seen.trouble:
             return super()._failed(seen, found, exercise)
         return failed(f"{found.step}: {found.facet}: {found.words}", self._cause(found, exercise))
