@@ -73,7 +73,8 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
 # token may choose any of them. The model states of a rank are of three kinds. Tensor parallelism
 # divides attention, dense MLPs and shared experts ("split"). Norms and routers are on every rank
 # ("whole"). Experts need an axis of their own: *expert parallelism* (EP) gives each of $p$ ranks
-# $E/p$ experts. (An estimator that divides experts by tp is wrong, and some do.)
+# $E/p$ experts. Whether tp divides experts as well is a separate choice (section 4); an estimator
+# of memory has to ask.
 
 # %%
 from course_lib.core.parallelism import Parallelism
@@ -86,6 +87,9 @@ for ep in (1, 8, 64):
     print(f"ep {ep:2}, ZeRO-1: {sum(gib.values()):,.0f} GiB per rank: {words}")
 
 # %% [markdown]
+# ZeRO-1 divides the optimizer state of an expert only over the dp/ep ranks that hold it: with ep 64
+# over 8 ranks, not over 512. So the memory of experts falls by less than ep.
+#
 # Without a pipeline, even 64 ranks are not enough for an H100 with 80 GB. DeepSeek trained with 64
 # ranks for the experts, and in addition a pipeline of 16 stages (DeepSeek-AI 2024, section 3.2),
 # which divides all three kinds.
@@ -103,9 +107,9 @@ for ep in (1, 8, 64):
 # w_e = \frac{\exp z_e}{\sum_{j \in \text{top-}k} \exp z_j} . $$
 #
 # These weights are a softmax over the chosen logits only (Mixtral, Jiang et al. 2024, section 2.1).
-# It is the same if one first takes the softmax over all experts, and then divides the chosen
-# probabilities by their sum. Others leave out the division; then the weights of a token add up to
-# less than 1.
+# It is the same, up to rounding, if one first takes the softmax over all experts, and then divides
+# the chosen probabilities by their sum. (In float32, probabilities far from the largest are 0.)
+# Others leave out the division; then the weights of a token add up to less than 1.
 #
 # How does the router learn? The choice itself is a step function: a small change of a logit does
 # not change it, so it has no gradient. A gradient reaches the router only through the weights. With
@@ -114,9 +118,10 @@ for ep in (1, 8, 64):
 # $$ \frac{\partial L}{\partial z_e} = w_e \Big( g_e - \sum_{j \in \text{top-}k} w_j\, g_j \Big)
 # \text{ for chosen experts, and 0 for all others.} $$
 #
-# In words: a logit grows if its expert helps more than the weighted average of those chosen. An
-# expert that was not chosen gets no signal at all, not even that it would have been better. Now
-# take $k = 1$, one expert per token, with these weights. How large is the router's gradient?
+# In words: a logit grows if its expert helps more than the weighted average of those chosen. With
+# these weights, an expert that was not chosen gets no signal at all, not even that it would have
+# been better. Now take $k = 1$, one expert per token, with these weights. How large is the router's
+# gradient?
 
 # %% tags=["predict"]
 guess_router = predict("largest gradient of a router's logit, for k = 1 and these weights")
@@ -139,7 +144,9 @@ print(f"with k = 2 it is {largest_gradient(2):.2f}")
 # %% [markdown]
 # A single weight that is divided by its own sum is always 1. So it does not depend on the logit,
 # and the router never learns. Switch Transformers use $k = 1$, and therefore take the probability
-# of the softmax over *all* experts as the weight (Fedus et al. 2021, equation 2).
+# of the softmax over *all* experts as the weight (Fedus et al. 2021, equation 2). Then logits that
+# were not chosen have a gradient too, through the sum below the fraction; but it does not say
+# whether their experts would have been better.
 #
 # ### Exercise 1 (core): a router and its gradient
 #
@@ -212,7 +219,8 @@ show(*pictures.dispatch_picture(choices, ep=4, experts=4))
 # may have different numbers of tokens. `run(inputs, which)` runs this rank's experts: row i of
 # `inputs` belongs to its expert `which[i]`, counted from 0 on each rank. Example with 2 ranks and 4
 # experts: a copy for expert 3 goes to rank 1, with `which` 1. Budget: three `all_to_all_single`:
-# counts, copies, results. About 14 lines.
+# counts, copies, results. Forward only: what backward does comes after it. A rank may have no
+# tokens, or receive no rows. About 14 lines.
 #
 # <details><summary>Hint: sorting and counting</summary>
 # Copy n of the flattened <code>experts</code> belongs to token <code>n // top_k</code>.
@@ -323,19 +331,20 @@ measured = {
 show(*pictures.bytes_picture(small, measured))
 
 # %% [markdown]
-# The ratio is $k/p$. Expert parallelism sends a token only to the ranks that need it, so it wins if
-# $k < p$. (If there are as many active experts as ranks, both send equally many bytes.) Splitting
-# each expert has two other sides. It makes matrices narrow, which GPUs compute less efficiently.
-# But all ranks then compute equally much, whatever the router chooses. We come back to this in
-# section 6.
+# The ratio is $k/p$. Expert parallelism sends $k$ copies of a token, whatever $p$ is, of which
+# $(p-1)/p$ leave the rank; splitting sends each token to $p - 1$ ranks. So expert parallelism wins
+# if $k < p$. (If there are as many active experts as ranks, both send equally many bytes.)
+# Splitting each expert has two other sides. It makes matrices narrow, which GPUs compute less
+# efficiently. But all ranks then compute equally much, whatever the router chooses. We come back to
+# this in section 7.
 #
 # ### Across nodes
 #
-# With 64 ranks, most copies leave the node, where a link is about ten times slower. But if several
-# experts of a token are on the same node, the token needs to travel there only once: inside the
-# node, the fast link passes it on. DeepSeek-V3 does this. Its 256 experts are on 64 GPUs, that is,
-# on 8 nodes. With 8 experts at random, on how many of these nodes are the experts of a token, on
-# average?
+# With 64 ranks, most copies leave the node, and a link between nodes is about ten times slower. But
+# if several experts of a token are on the same node, the token needs to travel there only once:
+# inside the node, the fast link passes it on. DeepSeek-V3 does this. Its 256 experts are on 64
+# GPUs, that is, on 8 nodes. With 8 experts at random, on how many of these nodes are the experts of
+# a token, on average?
 
 # %% tags=["predict"]
 guess_nodes = predict("nodes that a token is sent to, of 8, with 8 of 256 experts")
@@ -400,7 +409,7 @@ expert_explorer()
 # the dense parameters; ranks with the same `rank % ep` hold the same experts. Each rank's loss is
 # the mean over its own tokens; we want the gradient of the mean over all ranks. `group_of(ranks)`
 # returns the process group of a list of ranks. Example: of 4 ranks with ep = 2, ranks 1 and 3 sum
-# their experts. Budget: one `all_reduce` per gradient. About 6 lines.
+# their experts. Budget: at most one `all_reduce` per gradient. About 6 lines.
 
 
 # %% tags=["exercise"] exercise="experts-3"
@@ -424,10 +433,10 @@ check("experts-3", average_gradients)
 #
 # The library divides where it is easy to forget: inside the layer. `parallelize_experts` divides
 # the gradients of the experts by $p$ in backward, and whoever averages gradients afterwards only
-# needs to know which ranks hold the same expert. We leave out this division. Then experts have
-# gradients $p$ times too large, here 2 times, and all other parameters are right. What is the last
-# loss, divided by the correct one? (`Mesh(dp=p)` of lesson 11 names the ranks; `expert_groups`
-# forms the groups of the picture.)
+# needs to know which ranks hold the same expert. We undo this division with a hook. Then experts
+# have gradients $p$ times too large, here 2 times, and all other parameters are right. What is the
+# last loss, divided by the correct one? (`Mesh(dp=p)` of lesson 11 names the ranks; `expert_groups`
+# forms the groups of the table above, and `finish` of lesson 06 waits for the averages.)
 
 # %%
 from course_lib.ddp import DDP
@@ -517,9 +526,8 @@ for words, found in {"correct": own, "broken": wrong}.items():
 # %% [markdown]
 # But the mistake matters. Clipping by the global norm (lesson 11) now sees experts that are too
 # large, and makes everything else too small. With SGD, weight decay is too weak for experts. And
-# the same settings train differently on another number of ranks. Public code bases have had such
-# mistakes. What finds it is again the comparison with one process: of
-# *gradients*, in float64, on several sizes of ep.
+# the same settings train differently on another number of ranks. What finds it is again the
+# comparison with one process: of *gradients*, in float64, on several sizes of ep.
 #
 # **Sum an expert's gradient over the ranks that hold this expert, and divide by the number of all
 # ranks whose losses are in it. A falling loss does not test the scale; gradients beside those of
@@ -557,9 +565,10 @@ show(*pictures.layer_on_the_clock(layer))
 #
 # The oldest remedy is a limit. With a *capacity factor* $c$, an expert takes at most
 # $\lceil c\,T k / E \rceil$ copies of $T$ tokens, and drops the others (Lepikhin et al. 2020;
-# Fedus et al. 2021, section 2.2). The residual connection carries a dropped token past the layer.
-# Then all messages and matrices have fixed sizes, and no rank is ever more than $c$ times as busy
-# as the mean. The price are tokens that get less computation than others.
+# Fedus et al. 2021, section 2.2). The residual connection carries a dropped token past the layer. If an expert with
+# fewer copies is filled up with zeros, all messages and matrices have fixed sizes. And no rank is
+# ever more than $c$ times as busy as the mean before dropping. The price is tokens that get less
+# computation than others, and zeros that are moved and computed.
 
 # %% tags=["picture"]
 from course_lib.expert_parallel.simulation import count_experts, draw_choices
@@ -589,11 +598,12 @@ show(*pictures.dropped_picture(loads, dropped, factors))
 # probability is pushed down (Fedus et al. 2021, equations 4 to 6; they divide by $k = 1$). But this
 # gradient also disturbs the model: it pushes a router away from experts that are right for a token.
 #
-# **A bias that is moved.** DeepSeek-V3 balances without this gradient (DeepSeek-AI 2024, section
-# 2.1.2). Each expert has a bias $b_e$. Experts are chosen by $s_e + b_e$, but weighted by the
-# scores $s_e$ alone. After each step, the bias of an expert with fewer tokens than the mean
-# grows by a small constant, and that of an expert with more falls. (The scores are sigmoids, so
-# that one expert's score does not depend on those of the others.)
+# **A bias that is moved.** DeepSeek-V3 balances mostly without this gradient: it keeps an auxiliary
+# loss inside each sequence, but with a very small $\alpha$ (DeepSeek-AI 2024, section 2.1.2). Each
+# expert has a bias $b_e$. Experts are chosen by $s_e + b_e$, but weighted by the scores $s_e$
+# alone. After each step, the bias of an expert with fewer tokens than the mean grows by a small
+# constant, and that of an expert with more falls. (The scores are sigmoids, so that one expert's
+# score does not depend on those of the others.)
 #
 # ### Exercise 4 (core): two rules
 #
@@ -657,11 +667,12 @@ show(*pictures.loads_picture(by_rule, 4))
 
 # %% [markdown]
 # Without a rule, the router collapses: after 150 steps a few experts get almost all copies. With
-# either rule, the load stays near 1. The bias is moved by a constant per step, so it follows with a
-# delay. If the router changes faster than the bias, it is never balanced; then a larger step or a
-# smaller learning rate helps. The auxiliary loss works through the router's weights, and $\alpha$
-# has to be chosen: too small does not balance, too large makes the router care for balance more
-# than for the text.
+# either rule, the load of the last 30 steps together stays near 1. A single step, for which ranks
+# wait, may be further away. The bias is moved by a constant per step, so it follows with a delay.
+# If the router changes faster than the bias, it is never balanced; then a larger step or a smaller
+# learning rate helps. The auxiliary loss works through the router's weights, and $\alpha$ has to be
+# chosen: too small does not balance, too large makes the router care for balance more than for the
+# text.
 #
 # One detail matters on several ranks. The load that counts is that of *all* ranks together. If each
 # rank balances its own few tokens, it enforces more than is needed: a rank whose texts are all of
@@ -672,8 +683,8 @@ show(*pictures.loads_picture(by_rule, 4))
 #
 # ## 7 Choose
 #
-# Now put everything together, for the 8 GPUs of a node and one layer. Some ranks share the experts
-# (ep), some split each expert (tp). Which division is fastest, and does it fit?
+# Now put everything together, for 8 GPUs and one layer. Some ranks share the experts (ep), some
+# split each expert (tp). Which division is fastest, and does it fit?
 #
 # ### Exercise 5 (further): seconds of each plan
 #
@@ -681,9 +692,14 @@ show(*pictures.loads_picture(by_rule, 4))
 #
 # Return a dict with the seconds of each plan `(ep, tp, capacity)` that fits. The three matrices
 # (hidden x ffn) of all experts take 16 bytes per parameter, divided by ep tp: at most `room_bytes`.
-# The fullest rank has `fullest[ep]` T k copies, but at most `capacity` T k. It sends in bf16:
-# dispatch and combine (section 4); with tp > 1 also an all-gather and a reduce-scatter, each (tp -
-# 1) times its copies, or its tokens if ep = 1. Then it computes 6 hidden ffn FLOP per copy.
+# The fullest rank has $n$ = `fullest[ep]` T k copies, but at most `capacity` T k; a `capacity` of
+# `None` is no limit. Add three times, with 2 bytes per value:
+#
+# 1. dispatch and combine: the formula of section 4 with $n$ instead of $T k$;
+# 2. with tp > 1, an all-gather and a reduce-scatter, each (tp - 1) times $n$ rows of `hidden`
+#    values, or (tp - 1) times T rows if ep = 1;
+# 3. 6 hidden ffn FLOP per copy, for $n$ copies.
+#
 # Example: with infinite bandwidth, only FLOP count. About 10 lines.
 #
 # <details><summary>Hint: what tp changes in the FLOP</summary>
@@ -702,8 +718,10 @@ def seconds_by_plan(plans, layer, fullest, room_bytes, flop_per_s, bytes_per_s):
 check("experts-5", seconds_by_plan)
 
 # %% [markdown]
-# Use it for two published models, whose layers are divided over two pipeline stages of 8 H100. For
-# the fullest rank we assume 1.4 times the mean with 8 ranks, and 1.2 times with 2 or 4.
+# Use it for two published models, whose layers are divided over two pipeline stages of 8 H100: each
+# has half of the layers, and 60 of its 80 GB for experts. "NVLink" is for 8 GPUs of one node,
+# "InfiniBand" for 8 GPUs of different nodes. For the fullest rank we assume 1.4 times the mean with
+# 8 ranks, and 1.2 times with 2 or 4.
 
 # %%
 from course_lib.cost.hardware import H100
@@ -724,10 +742,12 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
 # Inside a node, where the link is fast, splitting each expert is not bad at all: it sends more
 # bytes for Mixtral, but no rank is fuller than another. Over a slow link, bytes decide: Mixtral
 # with its 2 copies should not be split, while Qwen3 has as many copies as there are ranks. Mixed
-# divisions pay for both. The model leaves out two things that speak against splitting. Qwen3's
-# experts are only 768 wide, so an eighth of one is a very narrow matrix, which a GPU computes
-# inefficiently. And a gather grows with the group: with 64 ranks, each rank sends its tokens 63
-# times. So large models use expert parallelism, with whole experts.
+# divisions send most: copies between the groups, and copies again inside them. On NVLink, Mixtral's
+# (4, 2) is second only because we assumed 1.2 instead of 1.4 for its fullest rank. The model leaves
+# out two things that speak against splitting. Qwen3's experts are only 768 wide, so an eighth of
+# one is a very narrow matrix, which a GPU computes inefficiently. And a gather grows with the
+# group: with 64 ranks, each rank sends its tokens 63 times. So large models use expert parallelism,
+# with whole experts.
 #
 # How much does balance matter in practice? Megatron-Core's developers publish pairs of runs that
 # differ only in this: a router that is forced to be balanced, and one that has learned.
@@ -755,7 +775,7 @@ for seq in sorted({int(seq) for seq, _ in rates}):
 # |---|---|---|
 # | this course | `parallelize_experts(model, groups)` | `expert_tp=` |
 # | Megatron-Core | `--expert-model-parallel-size` | `--expert-tensor-parallel-size` |
-# | DeepSpeed | `MoE(hidden_size, expert, num_experts, ep_size=8)` | Megatron's tp |
+# | DeepSpeed | `MoE(..., num_experts, ep_size=8)` | `enable_expert_tensor_parallelism=True` |
 #
 # `python -m course_lib.train --model moe-tiny --ranks 4 --mesh dp=4,ep=2` trains a model with
 # experts; the run's record has the tokens of each expert, step by step.
@@ -769,8 +789,9 @@ for seq in sorted({int(seq) for seq, _ in rates}):
 #
 # `torchrun --nproc-per-node 8 cluster/exercises/16_experts.py`
 #
-# **Divide experts, not each expert, once a group is larger than a node or $k$ is much smaller than
-# it. Then balance decides how fast the layer is.**
+# **Over slow links divide experts, not each expert, if $k$ is much smaller than the number of
+# ranks, and always once the group is larger than a node; then balance decides how fast the layer
+# is. Inside a node, splitting each expert can be faster: no rank is fuller than another.**
 #
 # ## What to keep
 #

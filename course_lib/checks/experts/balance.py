@@ -12,8 +12,8 @@ from course_lib.checks.exercise import Cause, Exercise, failed
 MOST = 1.1  # the fullest of 4 ranks, in tokens of the last batches, divided by the mean
 STREAMS = (
     # batches, tokens, experts, top_k, step, how skewed
-    (1, 6, 4, 1, 0.1, 1.0),
-    (2, 5, 4, 2, 0.25, 0.5),
+    (1, 8, 5, 1, 0.1, 1.0),  # shares of 8 copies are exact in float32
+    (2, 4, 5, 2, 1.25, 0.5),
     (1, 8, 4, 4, 0.1, 0.0),
     (120, 256, 8, 2, 0.01, 2.0),
     (120, 256, 8, 1, 0.01, 1.0),
@@ -56,6 +56,7 @@ ADDS_UP = Cause("The bias adds up over the steps: begin with the one that you ar
 MEANT = Cause("The bias is never moved: then a skewed stream stays skewed.")
 ONE_NUMBER = Cause("The auxiliary loss is one number, a tensor of shape [].")
 GRADIENT = Cause("The loss needs a gradient for the probabilities: compute with tensors only.")
+DTYPE = Cause("Keep the dtype of what you were given.")
 NEW = Cause("The bias before the step belongs to the caller: return a new one.")
 
 
@@ -71,17 +72,23 @@ def _plain(result: Any, stream: list[Tensor], top_k: int, step: float) -> dict[s
     if shapes != {(stream[0].shape[1],)}:
         raise failed(f"need a bias of shape [{stream[0].shape[1]}]; got {shapes}", ADDS_UP)
     grads = torch.autograd.grad(losses[0], stream[0]) if losses[0].requires_grad else [None]
-    loads = torch.stack([load for load, _, _ in result[-20:]]).sum(0).double()
-    by_rank = loads.view(min(4, len(loads)), -1).sum(1)
-    fullest = float(by_rank.max() / by_rank.mean())
     shown = {
-        "auxiliary loss": [round(float(one.detach()), 9) for one in losses[:3]],
-        "its gradient": "none" if grads[0] is None else grads[0].flatten()[:8].tolist(),
-        "bias": [round(float(x), 6) + 0.0 for one in biases[:3] for x in one.detach()],
+        "bias": _rounded(torch.cat(biases[:3]).detach()),
+        "auxiliary loss": _rounded(torch.stack(losses[:3]).detach()),
+        "its gradient": "none" if grads[0] is None else _rounded(grads[0].flatten()[:8]),
+        "dtypes": sorted({str(one.dtype) for one in (*losses, *biases)}),
     }
     if len(stream) < 100:
         return shown
+    loads = torch.stack([load for load, _, _ in result[-20:]]).sum(0).double()
+    by_rank = loads.view(4, -1).sum(1)
+    fullest = float(by_rank.max() / by_rank.mean())
     return shown | {"fullest rank at the end": "balanced" if fullest < MOST else f"{fullest:.2f}"}
+
+
+def _rounded(numbers: Tensor) -> list[float]:
+    """Return numbers to 12 digits: what cancels is 0, whatever the order of the terms."""
+    return [round(x, 12) + 0.0 for x in numbers.tolist()]
 
 
 SHARE_CODE = "torch.bincount(experts.flatten(), minlength=num_experts) / experts.numel()"
@@ -95,8 +102,9 @@ BALANCE = Exercise(
     check=Cases(
         cases=_cases,
         show=_plain,
-        rtol=1e-6,
-        look="Go through it with the example: 4 tokens, 2 experts.",
+        rtol=1e-10,
+        look="Go through it with the example: 4 tokens, 2 experts. Then think of k: all choices of "
+        "a token count. An expert that has exactly the mean is not moved.",
         success="Both rules are right, and the bias balances a skewed stream within 10 %.",
     ),
     wrong=(
@@ -113,6 +121,7 @@ BALANCE = Exercise(
         Edit(LOSS_CODE, "num_experts * (probabilities.mean(0) ** 2).sum()", BOTH),
         Edit(LOSS_CODE, "num_experts * shares * probabilities.mean(0)", ONE_NUMBER),
         Edit(LOSS_CODE, "num_experts * (shares * probabilities.detach().mean(0)).sum()", GRADIENT),
+        Edit(LOSS_CODE, f"({LOSS_CODE}).float()", DTYPE),
         Edit(BIAS_CODE, "bias + step * (load - load.mean()).sign()", AWAY),
         Edit(BIAS_CODE, "bias + step * (load.mean() - load)", CONSTANT),
         Edit(BIAS_CODE, "bias + step * (load.mean() - load) / load.mean()", CONSTANT),

@@ -16,6 +16,7 @@ SETTINGS = (
     ([(8, 1, None), (8, 1, 1.25), (8, 1, 3.0), (4, 1, 1.0)], QWEN, 2 * GIB, 400e12, 50e9),
     ([(16, 1, 1.0), (4, 4, 1.25), (1, 16, 1.5)], QWEN, 2 * GIB, 400e12, 50e9),
     ([(1, 1, None), (2, 1, None)], (64, 8, 16, 2, 1), 16 * 3 * 8 * 16, 1e9, 1e6),
+    ([(1, 1, None), (2, 1, None)], (64, 8, 16, 2, 1), 2 * 16 * 3 * 8 * 16 - 1, 1e9, 1e6),
     ([(1, 1, None), (1, 2, 0.5)], (64, 8, 16, 2, 1), GIB, 1e9, 1e6),
     ([(2, 1, None)], MIXTRAL, GIB, 400e12, 50e9),
 )
@@ -70,8 +71,8 @@ CHOICE = Exercise(
         cases=_cases,
         show=_by_plan,
         unit=" s",
-        look="With infinite bandwidth a plan takes as long as it computes. If this is right, count "
-        "its bytes.",
+        look="The keys are the plans that fit, each with its three numbers. With infinite "
+        "bandwidth a plan takes as long as it computes. If this is right, count its bytes.",
         success="Right for fast links and slow ones, with and without a capacity.",
     ),
     wrong=(

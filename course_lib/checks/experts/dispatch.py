@@ -15,12 +15,13 @@ from course_lib.checks.watch import ALWAYS, UNWAITED, Watch
 
 GETS, OUTPUT, SENT = "what this rank's experts get", "the output", "the calls"
 CALLS = (
-    # label, tokens of rank 0 (one more on each next rank), top_k, experts per rank, how chosen
-    ("top_k 1, 2 experts per rank", 3, 1, 2, "mixed"),
-    ("top_k 2", 2, 2, 2, "mixed"),
-    ("top_k 2, the same shape, other numbers", 2, 2, 2, "other"),
-    ("all tokens to the last two experts", 2, 2, 3, "last"),
-    ("no tokens on rank 0", 0, 1, 1, "mixed"),
+    # label, tokens of rank 0 (one more on each next rank), hidden, top_k, experts per rank, chosen
+    ("top_k 1, 2 experts per rank", 3, 2, 1, 2, "mixed"),
+    ("top_k 2", 2, 2, 2, 2, "mixed"),
+    ("top_k 2, the same shape, other numbers", 2, 2, 2, 2, "other"),
+    ("all tokens to the last two experts", 2, 2, 2, 3, "last"),
+    ("no tokens on rank 0", 0, 2, 1, 1, "mixed"),
+    ("top_k 3, hidden 5", 2, 5, 3, 4, "next"),
 )
 
 NOT_SORTED = Cause(
@@ -45,19 +46,24 @@ PLACES = Cause(
 )
 WEIGHTS = Cause("Weights are in the order of tokens, results in that of experts: use order here.")
 NO_WEIGHTS = Cause("Each result is multiplied by the weight that its token gives this expert.")
+DTYPE = Cause("Digits are lost on the way: keep the dtype of the tokens everywhere.")
 ADD = Cause("A token's results add up: with top_k of 2, assigning keeps only one of them.")
 BUDGET = Cause("Three all_to_all_single: the counts, the copies, the results.")
+AFTER = Cause(
+    "The experts got the right rows. Their results come back in the order in which copies were "
+    "sent; each is multiplied by its weight and added to its token, and nothing else is."
+)
 LOOK = Cause("Follow one token: its copies go to its experts' ranks, and its results come back.")
 
 
 def _observe(rank: int, answer: Callable[..., Any]) -> dict[str, Any]:
     """Return the facets of several calls; a row says its token, a result its expert too."""
     watch, p = Watch(), dist.get_world_size()
-    for number, (label, first, top_k, held, how) in enumerate(CALLS):
+    for number, (label, first, hidden, top_k, held, how) in enumerate(CALLS):
         num_tokens, num_experts, got = first + rank, held * p, list[list[float]]()
-        tokens = _rows(rank, num_tokens, number)
+        tokens = _rows(rank, num_tokens, hidden, number)
         experts = _chosen(rank, num_tokens, top_k, num_experts, how)
-        weights = torch.linspace(0.25, 2, num_tokens * top_k).double().view(-1, top_k)
+        weights = (1 + torch.arange(num_tokens * top_k)).double().view(-1, top_k) / 3
 
         def run(inputs: Tensor, which: Tensor, got: Any = got, held: int = held) -> Tensor:
             """Add up to the output of this rank's expert, and note whose rows it was given."""
@@ -66,34 +72,33 @@ def _observe(rank: int, answer: Callable[..., Any]) -> dict[str, Any]:
                 raise ValueError(
                     f"run: need an expert for each of {len(inputs)} rows; got {[*own.shape]}"
                 )
-            got += sorted(
+            got += [
                 [expert, *row] for expert, row in zip(own.tolist(), inputs.tolist(), strict=True)
-            )
+            ]
             return inputs * (1 + rank * held + own)[:, None]
 
         with watch.step(label, tokens=tokens, experts=experts, weights=weights) as step:
             out = answer(tokens, experts, weights, run, num_experts)
         counts, *later = [line for line in step.order if line != "wait"] or [""]
-        step.show(**{GETS: got, OUTPUT: out, SENT: [counts.split(" of ")[0], *later]})
+        step.show(**{GETS: sorted(got), OUTPUT: out, SENT: [counts.split(" of ")[0], *later]})
         if p == 1:  # then it may do without any call
             step.show(**{UNWAITED: [], SENT: []})
     return watch.seen
 
 
-def _rows(rank: int, num_tokens: int, number: int) -> Tensor:
-    at = torch.arange(num_tokens * 2).double().view(-1, 2)
-    return 100.0 * (rank + 1) + at + 40 * number
+def _rows(rank: int, num_tokens: int, hidden: int, number: int) -> Tensor:
+    """Return different values that have more digits than float32 keeps: 100.1, 101.1, ..."""
+    at = torch.arange(num_tokens * hidden).double().view(-1, hidden)
+    return (1001 + 1000 * rank + 400 * number + 10 * at) / 10
 
 
 def _chosen(rank: int, num_tokens: int, top_k: int, num_experts: int, how: str) -> Tensor:
-    """Return different experts for each token; "last": all tokens go to the last two."""
+    """Return different experts for each token; "last": all tokens go to the last ones."""
     at = torch.arange(num_tokens)
-    first = {"mixed": 5 * at + 3 * rank + 1, "other": 3 * at + rank}.get(how)
-    if first is None:
-        first = torch.full((num_tokens,), num_experts - 1)
-    step = 1 + (at % (num_experts - 1) if how != "last" and num_experts > 1 else 0)
-    second = first - step
-    return torch.stack([first, second][:top_k], dim=1) % num_experts
+    mixed, last = 5 * at + 3 * rank + 1, torch.full((num_tokens,), num_experts - 1)
+    first = {"mixed": mixed, "other": 3 * at + rank, "last": last, "next": mixed}[how]
+    step = 1 + (at % (num_experts - 1) if how in ("mixed", "other") and num_experts > 1 else 0 * at)
+    return (first[:, None] - step[:, None] * torch.arange(top_k)) % num_experts
 
 
 COPIES, WEIGHTED = "tokens[order // top_k]", "weights.flatten()[order, None]"
@@ -114,14 +119,15 @@ DISPATCH = Exercise(
     check=ByExample(
         observe_on_rank=_observe,
         facets=(GETS, OUTPUT, *ALWAYS, SENT),
-        looks=((GETS, LOOK), (OUTPUT, PLACES), (SENT, BUDGET), ("mismatch", COUNTS)),
-        rtol=1e-9,  # results of a token may be added in another order
+        looks=((GETS, LOOK), (OUTPUT, AFTER), (SENT, BUDGET), ("mismatch", COUNTS)),
+        rtol=1e-12,  # results of a token may be added in another order
         success="There and back on 1 to 4 ranks, whatever the tokens choose; three all-to-alls.",
     ),
     wrong=(
         Edit("experts.flatten().argsort(stable=True)", "torch.arange(experts.numel())", NOT_SORTED),
         Edit(COPIES, "tokens.repeat_interleave(top_k, 0)", NOT_SORTED),
         Edit(COPIES, "tokens.repeat(top_k, 1)[order]", WHOSE),
+        Edit(COPIES, f"{COPIES}.float().to(tokens.dtype)", DTYPE),
         Edit(
             WHICH_CODE,
             "torch.arange(num_experts // p).repeat_interleave(arriving.view(p, -1).sum(0))",

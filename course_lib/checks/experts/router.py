@@ -29,13 +29,13 @@ def _numbers(tokens: int, width: int, by: int) -> Tensor:
 
 def _cases() -> list[Case]:
     example = torch.tensor([[0.0, 5.0, 4.0, -1.0]]).double(), torch.tensor([[1.0, 0.0]]).double(), 2
-    large = 400 * _numbers(3, 4, 41).float(), _numbers(3, 2, 23).float(), 2
+    large = 800 + _numbers(3, 4, 41).float(), _numbers(3, 2, 23).float(), 2
     found: list[Case] = [("one token, logits 0, 5, 4 and -1, top_k 2", example)]
     for tokens, experts, top_k, dtype in SHAPES:
         logits, grad = _numbers(tokens, experts, 41).to(dtype), _numbers(tokens, top_k, 23)
         text = f"{tokens} tokens, {experts} experts, top_k {top_k}, {str(dtype)[6:]}"
         found.append((text, (logits, grad.to(dtype), top_k)))
-    return [*found, ("logits up to 1000 in float32", large)]
+    return [*found, ("logits of about 800 in float32", large)]
 
 
 THREE = Cause("Return three tensors: the experts, their weights, and the gradient of the logits.")
@@ -49,6 +49,7 @@ BY_WEIGHT = Cause("A logit's gradient is multiplied by the weight of its expert.
 PLACES = Cause("The gradient of a weight belongs to the logit of its expert, and to no other one.")
 PER_TOKEN = Cause("Each token has a mean of its own: sum over its experts only, dim=-1.")
 OVERFLOWS = Cause("exp of a large logit is inf: softmax subtracts the largest one first.")
+DIGITS = Cause("Digits are lost: compute in the dtype of the logits.")
 DTYPE = Cause("Keep the dtype of the logits.")
 KEEPS = Cause("logits and grad_weights belong to the caller: return new tensors.")
 
@@ -66,7 +67,11 @@ def _plain(result: Any, logits: Tensor, grad_weights: Tensor, top_k: int) -> dic
     if {weights.dtype, grad.dtype} != {logits.dtype}:
         raise failed(f"need {logits.dtype}; got {weights.dtype} and {grad.dtype}", DTYPE)
     named = {"experts": experts.double(), "weights": weights, "gradient": grad}
-    return {name: list(map(_number, one.flatten())) for name, one in named.items()}
+    shown = {name: list(map(_number, one.flatten())) for name, one in named.items()}
+    if logits.dtype == torch.float64:
+        values = [round(float(x), 10) + 0.0 for one in (weights, grad) for x in one.flatten()]
+        shown["weights and gradient, to 10 digits"] = [f"{x:.10f}" for x in values]
+    return shown
 
 
 def _number(x: Tensor) -> float | str:
@@ -87,7 +92,7 @@ ROUTER = Exercise(
         show=_plain,
         rtol=1e-4,
         unchanged=KEEPS,
-        look="Go through it with one token and two experts, and compare with autograd.",
+        look="Go through it with one token, the best expert first, and compare with autograd.",
         success="Right for one expert per token, for several, and for all.",
     ),
     wrong=(
@@ -98,6 +103,7 @@ ROUTER = Exercise(
         Edit(SOFTMAX, "best.values / best.values.sum(-1, keepdim=True)", AMONG),
         Edit(SOFTMAX, "best.values.exp() / best.values.exp().sum(-1, keepdim=True)", OVERFLOWS),
         Edit(SOFTMAX, "best.values.softmax(0)", AMONG),
+        Edit(SOFTMAX, "best.values.softmax(-1, dtype=torch.float32).to(logits.dtype)", DIGITS),
         Edit(SCALED, "weights * grad_weights", MEAN),
         Edit(SCALED, "grad_weights - mean", BY_WEIGHT),
         Edit(SCALED, "weights * (1 - weights) * grad_weights", MEAN),
