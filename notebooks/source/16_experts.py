@@ -563,9 +563,9 @@ show(*pictures.layer_on_the_clock(layer))
 #
 # ### Capacity: drop what does not fit
 #
-# The oldest remedy is a limit. With a *capacity factor* $c$, an expert takes at most
-# $\lceil c\,T k / E \rceil$ copies of $T$ tokens, and drops the others (Lepikhin et al. 2020;
-# Fedus et al. 2021, section 2.2). The residual connection carries a dropped token past the layer. If an expert with
+# The oldest remedy is a limit. With a *capacity factor* $c$, an expert takes at most $\lceil c\,T k
+# / E \rceil$ copies of $T$ tokens, and drops the others (Lepikhin et al. 2020; Fedus et al. 2021,
+# section 2.2). The residual connection carries a dropped token past the layer. If an expert with
 # fewer copies is filled up with zeros, all messages and matrices have fixed sizes. And no rank is
 # ever more than $c$ times as busy as the mean before dropping. The price is tokens that get less
 # computation than others, and zeros that are moved and computed.
