@@ -73,7 +73,7 @@ def _plain(result: Any, stream: list[Tensor], top_k: int, step: float) -> dict[s
         raise failed(f"need a bias of shape [{stream[0].shape[1]}]; got {shapes}", ADDS_UP)
     grads = torch.autograd.grad(losses[0], stream[0]) if losses[0].requires_grad else [None]
     shown = {
-        "bias": _rounded(torch.cat(biases[:3]).detach()),
+        "bias": _rounded(torch.cat(biases[:3]).detach(), 6),
         "auxiliary loss": _rounded(torch.stack(losses[:3]).detach()),
         "its gradient": "none" if grads[0] is None else _rounded(grads[0].flatten()[:8]),
         "dtypes": sorted({str(one.dtype) for one in (*losses, *biases)}),
@@ -86,9 +86,9 @@ def _plain(result: Any, stream: list[Tensor], top_k: int, step: float) -> dict[s
     return shown | {"fullest rank at the end": "balanced" if fullest < MOST else f"{fullest:.2f}"}
 
 
-def _rounded(numbers: Tensor) -> list[float]:
+def _rounded(numbers: Tensor, digits: int = 12) -> list[float]:
     """Return numbers to 12 digits: what cancels is 0, whatever the order of the terms."""
-    return [round(x, 12) + 0.0 for x in numbers.tolist()]
+    return [round(x, digits) + 0.0 for x in numbers.tolist()]
 
 
 SHARE_CODE = "torch.bincount(experts.flatten(), minlength=num_experts) / experts.numel()"
@@ -104,7 +104,7 @@ BALANCE = Exercise(
         show=_plain,
         rtol=1e-10,
         look="Go through it with the example: 4 tokens, 2 experts. Then think of k: all choices of "
-        "a token count. An expert that has exactly the mean is not moved.",
+        "a token count. An expert that has exactly the mean is not moved. Keep the dtypes.",
         success="Both rules are right, and the bias balances a skewed stream within 10 %.",
     ),
     wrong=(
