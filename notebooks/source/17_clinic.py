@@ -52,8 +52,9 @@ print(case.symptoms)
 # %% [markdown]
 # We train this run for 50 steps, in float64. The right run is one process with the same weights,
 # data and settings. Since every training depends on its seed, we need a scale: two more right runs
-# start from other seeds. How far from the right run is the case, measured in distances between
-# right runs?
+# start from other seeds. The distance of two curves is the mean difference of their losses, step by
+# step: $d(a, b) = \frac{1}{n} \sum_{i=1}^{n} |a_i - b_i|$. How far from the right run is the case,
+# measured in distances between right runs?
 
 # %% tags=["predict"]
 guess_far = predict("mean distance of the case / distance of the nearest other seed")

@@ -291,7 +291,7 @@ def test_an_array_task_of_a_sweep_adds_the_words_of_its_line(tmp_path):
     assert code == 0
     assert told.split("\n")[-6:] == ["x.py", "--size", "2", "--name", "a b $(touch trap)", ""]
     assert "--nproc-per-node=3" in told
-    assert "--rdzv-endpoint=node1:20007" in told
+    assert "--rdzv-endpoint=node1:28007" in told
     assert not (tmp_path / "trap").exists()
     for array_task in ("3", "4"):
         code, told = played("sweep", tmp_path, "x.py", SLURM_ARRAY_TASK_ID=array_task, **sweep)
