@@ -170,7 +170,8 @@ def choose(module: nn.Module, choice: Choice) -> dict[str, nn.Module]:
     wanted += _apart(module)
     known = {part: name for name, part in named.items()}
     for part in wanted:
-        if part not in known or type(part).forward is nn.Module.forward:
+        has_own = type(part).forward is not nn.Module.forward or "forward" in vars(part)
+        if part not in known or not has_own:
             problem = "a list of modules" if part in known else "one that is not in the model"
             raise CourseError(
                 f"FSDP: need units out of model.modules(), each with a forward of its own; got "
