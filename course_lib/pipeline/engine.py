@@ -165,6 +165,7 @@ class Pipeline:
             plan = CommPlan(schedule, self.member.rank, splits_all=self.splits_all)
             self._check_sizes(schedule)
             self._check_placement(plan)
+            self._check_recomputed(schedule)
             self._checked = [list(actions) for actions in schedule], num_micro_batches, plan
         return self._checked[2]
 
@@ -180,6 +181,15 @@ class Pipeline:
                 f"{where}: need a schedule for the stage's {v} model chunks; got one for "
                 f"{num_model_chunks_of(schedule)}. Try split_model(..., num_model_chunks="
                 f"{num_model_chunks_of(schedule)})."
+            )
+
+    def _check_recomputed(self, schedule: Schedule) -> None:
+        splits = any(action.kind == "backward_input" for actions in schedule for action in actions)
+        if splits and any("run_blocks" in vars(chunk) for chunk in self.stage.chunks):
+            raise ScheduleError(
+                f"rank {dist.get_rank()}, Pipeline: need a whole backward for blocks that are "
+                "recomputed, as one in two parts would recompute them twice; got a schedule that "
+                "splits it. Try one_f_one_b, or no recomputation."
             )
 
     def _check_placement(self, plan: CommPlan) -> None:

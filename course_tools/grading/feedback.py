@@ -17,6 +17,7 @@ from urllib.parse import quote
 from course_lib.checks.exercise import cause_in
 from course_lib.core.files import write_result
 from course_lib.core.html_page import block, html_page, line, table
+from course_lib.core.plain_text import cut
 from course_lib.workbooks.check_notebook import Verdict
 from course_tools.grading.by_hand import LATE
 from course_tools.grading.gradebook import EXERCISES, GRADEBOOK, number_text
@@ -150,7 +151,7 @@ def misconception(detail: str) -> tuple[str, str]:
     The name is the cause's key; where no known cause is named, the words without their numbers.
     """
     words = cause_of(detail)
-    cause = cause_in(detail)
+    cause = cause_in(cut(detail))
     return (cause.key if cause else DIGITS.sub("#", words)), words
 
 

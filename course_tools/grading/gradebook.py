@@ -16,6 +16,7 @@ from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 from xml.etree import ElementTree
 
 from course_lib.core import CourseError
@@ -119,7 +120,10 @@ class Gradebook:
     def _as_json(self, rows: Iterable[Graded]) -> str:
         """Return all that is known of the class, for what reads it later."""
         title = self.assignment.title if self.assignment else ""
-        found = [json.loads(one.to_line()) | {"total": one.total(self.points)} for one in rows]
+        found = [
+            json.loads(one.to_line(), object_hook=_cut_values) | {"total": one.total(self.points)}
+            for one in rows
+        ]
         return json.dumps({"title": title, "points": self.points, "rows": found}, indent=1) + "\n"
 
     def _header(self) -> list[str]:
@@ -154,6 +158,17 @@ class Gradebook:
                 told = [found[key].detail, found[key].note] if key in found else ["", ""]
                 told[0] = graded.problem or told[0]
                 yield [graded.student, key, status, known, most, *told, graded.path]
+
+
+def _cut_values(found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        cut(key): [cut(one) if isinstance(one, str) else one for one in value]
+        if isinstance(value, list)
+        else cut(value)
+        if isinstance(value, str)
+        else value
+        for key, value in found.items()
+    }
 
 
 def _given(graded: Graded, key: str) -> str:

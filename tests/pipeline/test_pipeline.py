@@ -24,11 +24,12 @@ from course_lib.pipeline import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from course_lib.pipeline.actions import placement_of
+from course_lib.pipeline.actions import ScheduleError, placement_of
 from course_lib.pipeline.engine import StageExecutor
 from course_lib.ranks import RankError
+from course_lib.recompute import recompute_full
 from tests.law.law import WORLDS, Alone, Law, alone, assert_laws, ways
-from tests.law.modules import HARD, build
+from tests.law.modules import HARD, TINY, build, gpt
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -137,9 +138,20 @@ def test_every_schedule_has_the_numbers_of_one_process(pools, p):
 def test_every_model_has_the_numbers_of_one_process(pools, p):
     given = {one["schedule"]: one for one in some_schedules(p)}
     laws = ways(["layers", "tied", "two dtypes"], [*given.values()])
-    names = ["GPT, uneven", "GPT, recomputed", "GPT, of today", "GPT, parallel"]
-    laws += ways(names, [given[name] for name in PLAIN])
+    laws += ways(["GPT, uneven", "GPT, of today", "GPT, parallel"], [given[one] for one in PLAIN])
+    laws += ways(["GPT, recomputed"], [given[one] for one in ("naive", "gpipe", "1f1b")])
     assert_laws(pools(p).run, Pipelined, laws)
+
+
+def test_recomputed_blocks_need_a_whole_backward(pools):
+    def step(rank):
+        model = gpt(TINY, change=recompute_full)
+        pipeline = Pipeline(split_model(model, 2, rank), token_loss)
+        tokens = [torch.zeros(1, 4, dtype=torch.long)] * 2
+        with pytest.raises(ScheduleError, match="need a whole backward for blocks that are"):
+            pipeline.step(zero_bubble_h1(2, 2), tokens, tokens)
+
+    pools(2).run(step)
 
 
 # cuts that no balancing would choose; the first stage of the second one has only the embedding

@@ -101,9 +101,7 @@ class Patient(ByExample):
         for one in (case, twin):
             yield _mended(one, function)
 
-    def _failed(
-        self, seen: Run, found: Difference, exercise: Exercise
-    ) -> CheckFailed | NotDone:
+    def _failed(self, seen: Run, found: Difference, exercise: Exercise) -> CheckFailed | NotDone:
         if seen.trouble:
             return super()._failed(seen, found, exercise)
         return failed(f"{found.step}: {found.facet}: {found.words}", self._cause(found, exercise))
