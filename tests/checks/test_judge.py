@@ -237,6 +237,6 @@ def test_answers_show_today_what_lies_beside_the_checks(one):
 
 
 def test_values_are_read_for_a_lessons_own_check_only():
-    one = FROZEN[0]
+    one = next(one for one in FROZEN if not one.key.startswith("clinic"))
     other = replace(one, check=replace(one.check, worlds=(1,)))
     assert len(other.right_values()) < len(one.right_values())
