@@ -40,7 +40,7 @@ def trainer_of(rank: int, step: MeshStep, **options: Any) -> Trainer:
 
     The layers are divided evenly over the stages, as the formulas of `MeshStep` have it.
     """
-    options = {"strategy": "ddp", "optimizer": "sgd", "lr": 0.1} | options
+    usual: dict[str, Any] = {"strategy": "ddp", "optimizer": "sgd", "lr": 0.1}
     config = TrainConfig(
         model=step.spec,
         tp=step.mesh.size("tp"),
@@ -50,7 +50,7 @@ def trainer_of(rank: int, step: MeshStep, **options: Any) -> Trainer:
         seq=step.seq,
         dtype=str(DTYPES[step.number_bytes]).removeprefix("torch."),
         every=0,
-        **options,
+        **usual | options,
     )
     num_layers = [len(step.layers_of(stage)) for stage in range(config.pp)]
     num_layers[0] += 1  # the embedding

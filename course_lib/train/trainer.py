@@ -37,7 +37,7 @@ from course_lib.ranks.recorder import current_recorder, span
 from course_lib.ranks.world import is_dry, rank_device
 from course_lib.recompute.activations import recompute_full, recompute_selective
 from course_lib.train.checkpoint import LOCK_S, RunCheckpoints, forget_records, lock_folder
-from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of, was_restarted
+from course_lib.train.config import V_SCHEDULES, TrainConfig, was_restarted
 from course_lib.train.data import Batch, open_data, steps_of_an_epoch
 from course_lib.train.evaluation import validation_loss
 from course_lib.train.experts import RoutedLayers
@@ -48,7 +48,7 @@ from course_lib.train.optimizers import PartAdapter
 from course_lib.train.preemption import Preemption
 from course_lib.train.profiler import StepProfiler
 from course_lib.train.progress import Progress, ProgressBar
-from course_lib.train.rules import check_profiled_steps, profiled_steps
+from course_lib.train.rules import check_profiled_steps, one_of, profiled_steps
 from course_lib.train.run_folder import check_files
 from course_lib.train.strategies import STRATEGIES, over_tokens, scheduler_note
 
