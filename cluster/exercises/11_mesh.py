@@ -13,18 +13,15 @@ import os
 import time
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 from course_lib.core import CourseError
 from course_lib.core.presets import find_model
 from course_lib.core.units import format_bytes
-from course_lib.mesh import Mesh, RankMesh, read_mesh
+from course_lib.mesh import Mesh, read_mesh
 from course_lib.mesh.cost import SUPPORTED, MeshStep, all_orders, axis_sent_bytes
-from course_lib.mesh.training import MeshTrainer
-from course_lib.models import next_tokens, token_batch
 from course_lib.ranks import launch, span
-from course_lib.ranks.world import rank_device
+from course_lib.train.mesh_lab import take_step, trainer_of
 
 
 def name_of(mesh: Mesh) -> str:
@@ -62,9 +59,7 @@ def planned(args: argparse.Namespace) -> list[MeshStep]:
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
     """Return the fastest step of each order of the axes, in seconds."""
     steps = planned(args)
-    tokens = token_batch(0, batch=args.batch, seq=args.seq, vocab=steps[0].spec.vocab)
-    inputs, targets = (part.to(rank_device()) for part in next_tokens(tokens))
-    trainers = {name_of(step.mesh): trainer_of(step) for step in steps}
+    trainers = {name_of(step.mesh): trainer_of(rank, step) for step in steps}
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     losses: dict[str, float] = {}
     for _ in range(args.turns + 1):
@@ -72,7 +67,7 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
             dist.barrier()
             start_s = time.perf_counter()
             with span("compute", name):
-                losses[name] = trainer.step(inputs, targets)  # a number: the GPU has finished
+                losses[name] = take_step(trainer)  # a number: the GPU has finished
             seconds[name].append(time.perf_counter() - start_s)
     found = {name: min(times[1:]) for name, times in seconds.items()}
     if rank == 0:
@@ -80,12 +75,6 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
         apart = max(losses.values()) - min(losses.values())
         print(f"largest difference of their losses: {apart:.1e}", flush=True)
     return found
-
-
-def trainer_of(step: MeshStep) -> MeshTrainer:
-    """Return this rank's part of a model on the step's mesh."""
-    mesh, m = RankMesh(step.mesh), step.num_micro_batches
-    return MeshTrainer(step.spec, mesh, m, torch.optim.SGD, dtype=torch.float32, lr=0.1)
 
 
 def print_table(found: dict[str, float], steps: Sequence[MeshStep]) -> None:

@@ -87,7 +87,7 @@ CASES = {
         "transformers #34191",
         2,
         {"strategy": "ddp", "micro_batch": 1},
-        circumstances={"course_lib.train.data:NextTokens.batch": faults.padded_batch},
+        circumstances={"course_lib.train.data:Examples.batch": faults.padded_batch},
     ),
     "one loader for all": FaultyRun(
         "Throughput scales with the ranks, the loss falls as before; with four times the ranks it "

@@ -5,8 +5,9 @@ has a color and a letter; on more, only the group of rank 0 along each axis is c
 11_mesh.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from string import ascii_lowercase
 from typing import Any
 
@@ -24,7 +25,6 @@ from course_lib.display.colours import QUIET, RANK, SERIES, WHITE
 from course_lib.display.compare import Voices, compare
 from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page, plain, powers_of_ten
 from course_lib.display.timeline import timelines
-from course_lib.mesh.lab import median_call_s
 from course_lib.mesh.mesh import Mesh
 from course_lib.ranks.timing import from_zero
 
@@ -251,6 +251,11 @@ def order_bars(
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
     return figure, f"{title}; real ranks, emulated links"
+
+
+def median_call_s(mesh: Mesh, axis: str, events: Iterable[Event]) -> float:
+    """Return the median seconds of one rank's collectives and messages along an axis."""
+    return median(one.duration_s for one in events if mesh.axis_of(one.group) == axis)
 
 
 def axis_traces(

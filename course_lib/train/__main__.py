@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -20,7 +21,7 @@ from course_lib.core.specs import ModelSpec
 from course_lib.hub.config import read_config
 from course_lib.mesh.mesh import Mesh, read_mesh
 from course_lib.train import options as o
-from course_lib.train.config import TrainConfig, one_of, positive, was_restarted
+from course_lib.train.config import TrainConfig, was_restarted
 from course_lib.train.launcher import (
     BAD_INPUT,
     CTRL_C,
@@ -35,13 +36,15 @@ from course_lib.train.launcher import (
     work,
     world_size_from_torchrun,
 )
+from course_lib.train.rules import above_0, one_of
 from course_lib.train.run_folder import check_files
 from course_lib.train.strategies import STRATEGIES
 
 COMMAND = "python -m course_lib.train"
 SEQ = 64  # tokens in a sequence, if the model takes so many
 
-HELP = """Train a GPT or a BERT on dp * pp * cp * tp ranks; without dropout as one rank does.
+HELP = """Train a GPT or a BERT on dp * pp * cp * tp ranks, where ep ranks of dp * cp can share the
+experts of a layer; without dropout as one rank does.
 
 \b
 python -m course_lib.train --mesh dp=2,pp=2,tp=2 --strategy fsdp --micro-batch 1
@@ -64,59 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @app.command(help=HELP)
+@o.with_settings
 def train(
     context: typer.Context,
+    *,
     strategy: o.StrategyOption = None,
     ranks: o.RanksOption = None,
     model: o.ModelOption = None,
-    init: o.Init = None,
     layers: o.Layers = None,
     hidden: o.Hidden = None,
     heads: o.Heads = None,
     vocab: o.Vocab = None,
-    data: o.Data = "synthetic",
-    steps: o.StepsOption = None,
-    epochs: o.Epochs = None,
-    global_batch: o.GlobalBatch = 16,
-    micro_batch: o.MicroBatch = None,
     mesh: o.MeshOption = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    cp_form: o.CpForm = None,
-    cp_layout: o.CpLayout = None,
-    aux_weight: o.AuxWeight = 0.0,
-    bias_step: o.BiasStep = 0.0,
-    sequence_parallel: o.SequenceParallel = False,
-    recompute: o.Recompute = None,
-    schedule: o.ScheduleOption = None,
-    model_chunks: o.ModelChunks = None,
-    seq: o.Seq = None,
-    optimizer: o.Optimizer = "adamw",
-    lr: o.Lr = None,
-    warmup: o.Warmup = 0,
-    lr_decay: o.LrDecay = None,
-    momentum: o.Momentum = None,
-    clip_norm: o.ClipNorm = None,
-    dropout: o.DropoutOption = 0.0,
-    dtype: o.Dtype = "float32",
-    compute_dtype: o.ComputeDtype = None,
-    reshard: o.Reshard = True,
-    seed: o.Seed = 0,
-    bucket_mib: o.BucketMib = 25.0,
-    every: o.Every = 10,
-    eval_every: o.EvalEvery = 0,
-    eval_only: o.EvalOnly = False,
-    stop_at_loss: o.StopAtLoss = None,
-    out: o.OutOption = None,
-    profile: o.ProfiledSteps = None,
-    save_every: o.SaveEvery = 0,
-    keep: o.Keep = 2,
-    async_save: o.AsyncSave = False,
-    checkpoint_format: o.CheckpointFormat = "course",
-    resume: o.Resume = False,
+    tp: o.AxisOption = None,
+    pp: o.AxisOption = None,
     dry_run: o.DryRunOption = False,
     cluster: o.ClusterOption = "dgx-h100",
-    record_values: o.RecordValues = None,
+    **settings: Any,
 ) -> None:
     """Train a GPT or a BERT; `HELP` is what --help says."""
     raise typer.Exit(run(context.params, context.obj))
@@ -174,7 +141,7 @@ def configure(options: dict[str, Any], *, dry: bool = False) -> tuple[TrainConfi
     Raises: CourseError for what cannot be trained
     """
     started, wanted = world_size_from_torchrun(), options.pop("ranks")
-    positive("ranks", wanted)
+    above_0("ranks", wanted)
     if started and wanted not in (None, started):
         raise CourseError(f"--ranks: need the {started} ranks that torchrun started; got {wanted}.")
     mesh, options["ep"] = _mesh(options)
@@ -202,8 +169,6 @@ def configure(options: dict[str, Any], *, dry: bool = False) -> tuple[TrainConfi
         options["seq"] = min(SEQ, options["model"].max_seq)
     usual = "ddp" if num_ranks > mesh.size("pp", "tp") else "single"
     options["strategy"] = options["strategy"] or usual
-    for path in ("out", "init", "record_values"):
-        options[path] = str(options[path]) if options[path] else None
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
     config = TrainConfig(**options)
     config.check_ranks(num_ranks)
@@ -249,7 +214,7 @@ def _model(options: dict[str, Any]) -> ModelSpec:
                 f"--init: need the sizes of the model in {folder}; got --{option}, too. Try it "
                 f"without --{option}."
             )
-        return read_config(folder / "config.json")
+        return read_config(Path(folder) / "config.json")
     spec = read_config(name) if name.endswith(".json") else ENCODERS.get(name) or find_model(name)
     if "hidden" in given:
         given["ffn_hidden"] = 4 * given["hidden"]

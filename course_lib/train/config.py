@@ -3,13 +3,12 @@
 Every mistake that can be found before a run starts is reported here, in one sentence.
 """
 
-import difflib
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 
@@ -20,7 +19,7 @@ from course_lib.core.plain_values import as_read_back
 from course_lib.core.specs import ModelSpec, spec_fields
 from course_lib.core.units import format_bytes
 from course_lib.cost.params import count_params
-from course_lib.train.rules import COMPUTE_DTYPES, check_fits, check_split, profiled_steps
+from course_lib.train.rules import COMPUTE_DTYPES, above_0, among, check_rules, not_below_0
 
 if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
     from course_lib.pipeline.actions import Schedule
@@ -45,146 +44,186 @@ V_SCHEDULES = ("zb-v", "dualpipe-v")  # the first rank holds the first and the l
 class TrainConfig:
     """The settings of a training run; `global_batch = micro_batch * num_micro_batches * dp`.
 
-    init          folder of a model of transformers whose weights training starts from; None: random
-    masked        the model is a BERT, which predicts masked tokens; False: a GPT
-    epochs        passes over all tokens of the data; None: `steps` decides
-    tp, pp, cp    ranks that split every layer, pipeline stages, ranks that split every sequence;
-                  dp = ranks / (tp * pp * cp)
-    cp_form       of attention over cp: "ring", "ulysses" or "all_gather"; None: ring
-    cp_layout     of a sequence over cp: "contiguous", "zigzag" or "striped"; None: zigzag
-    ep            of the ranks of dp and cp, how many share the experts of a layer
-    aux_weight    weight of the auxiliary loss that keeps the load of the experts even
-    bias_step     how far a step moves the bias of each expert against the load; 0: not at all
-    schedule      of the pipeline; None: 1f1b if there are stages
-    model_chunks  per rank, for the interleaved schedule; None: 2, as the schedules in a V have
-    recompute     in backward: "full": every block, "selective": its attention; None: nothing
-    micro_batch   sequences in one forward pass; None: the rank's whole share, or with pp 2 * pp
-                  parts of it, of which the first get one sequence more if that is not even
-    warmup        steps in which the learning rate grows linearly, from lr / warmup to lr
-    lr_decay      "cosine" or "linear": from the warm-up's end to 0 after `steps`; None: no decay
-    momentum      the momentum factor of sgd and muon; None: 0 of sgd, 0.95 of muon
-    clip_norm     upper limit for the norm of the gradient; None: no limit
-    reshard       of fsdp and torch-fsdp: free a block between its forward and its backward
-    compute_dtype of fsdp: the dtype of gathers and computation; None: dtype
-    data          "synthetic", "shakespeare", "dialogues" or the path of a text file
-    every         steps between two lines of output; 0: none
-    eval_every    steps between two validation losses; 0: none
-    eval_only     one validation loss, and no training
-    stop_at_loss  the run ends when a validation loss is at most this; None: after all steps
-    out           folder for run records and checkpoints; None: nothing is written
-    profile       steps that PyTorch's profiler records on every rank: "3", "3-5"; None: none
-    save_every    steps between two checkpoints; 0: none
-    keep          checkpoints that stay; older ones are removed
-    async_save    write a checkpoint while the training goes on
-    record_values folder for fingerprints of all activations, gradients and parameters; None: none
+    An annotation has the help text of the setting as an option, and the checks of its value.
+
+    masked       the model is a BERT, which predicts masked tokens; False: a GPT
+    strategy     a name of `strategies.STRATEGIES`
+    tp, pp, cp   ranks that split every layer, pipeline stages, ranks that split every sequence;
+                 dp = ranks / (tp * pp * cp)
+    ep           of the ranks of dp and cp, how many share the experts of a layer
 
     Raises: CourseError for what cannot be trained
     """
 
     model: ModelSpec
-    init: str | None = None
     masked: bool = False
     strategy: str = "single"
-    steps: int = 100
-    epochs: int | None = None
-    global_batch: int = 16
-    micro_batch: int | None = None
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    cp_form: str | None = None
-    cp_layout: str | None = None
-    ep: int = 1
-    aux_weight: float = 0.0
-    bias_step: float = 0.0
-    schedule: str | None = None
-    model_chunks: int | None = None
-    sequence_parallel: bool = False
-    recompute: str | None = None
-    seq: int = 64
-    optimizer: str = "adamw"
-    lr: float | None = None
-    warmup: int = 0
-    lr_decay: str | None = None
-    momentum: float | None = None
-    clip_norm: float | None = None
-    dropout: float = 0.0
-    dtype: str = "float32"
-    compute_dtype: str | None = None
-    reshard: bool = True
-    seed: int = 0
-    data: str = "synthetic"
-    bucket_mib: float = 25.0
-    every: int = 10
-    eval_every: int = 0
-    eval_only: bool = False
-    stop_at_loss: float | None = None
-    out: str | None = None
-    profile: str | None = None
-    save_every: int = 0
-    keep: int = 2
-    async_save: bool = False
-    checkpoint_format: str = "course"
-    resume: bool = False
-    record_values: str | None = None
+    tp: Annotated[int, "", above_0] = 1
+    pp: Annotated[int, "", above_0] = 1
+    cp: Annotated[int, "", above_0] = 1
+    ep: Annotated[int, "", above_0] = 1
+    init: Annotated[
+        str | None,
+        "Folder of a model of transformers (config.json and safetensors) to start from, instead of "
+        "--model. The tokens of the data are the first ones of its vocabulary.",
+    ] = None
+    data: Annotated[
+        str,
+        "synthetic, shakespeare or, for a BERT, dialogues (both downloaded once), or the path of a "
+        "text file.",
+    ] = "synthetic"
+    steps: Annotated[
+        int,
+        "Optimizer steps in total, including those before the checkpoint of --resume. Default: "
+        "100.",
+        above_0,
+    ] = 100
+    epochs: Annotated[
+        int | None, "Instead of --steps: passes over all tokens of a text.", above_0
+    ] = None
+    global_batch: Annotated[int, "Sequences per step, all ranks together.", above_0] = 16
+    micro_batch: Annotated[
+        int | None,
+        "Sequences in one forward pass; the rest of a rank's share follows in more micro-batches. "
+        "Default: the whole share at once, or with pp 2 * pp micro-batches, of which the first get "
+        "one sequence more if that is not even.",
+        above_0,
+    ] = None
+    cp_form: Annotated[
+        str | None,
+        f"With cp: attention by {', '.join(CP_FORMS)}. Default: ring.",
+        among(CP_FORMS),
+    ] = None
+    cp_layout: Annotated[
+        str | None,
+        f"With cp: which tokens a rank has, {', '.join(LAYOUTS)}. Default: zigzag, where each has "
+        "early and late ones.",
+        among(LAYOUTS),
+    ] = None
+    aux_weight: Annotated[
+        float,
+        "With experts: weight of the auxiliary loss that evens their load; 0: none.",
+        not_below_0,
+    ] = 0.0
+    bias_step: Annotated[
+        float,
+        "With experts whose router has sigmoids: how far a step moves each bias against the load; "
+        "0: not at all.",
+        not_below_0,
+    ] = 0.0
+    sequence_parallel: Annotated[bool, "With tp: also split norms and dropout."] = False
+    recompute: Annotated[
+        str | None,
+        f"{' or '.join(RECOMPUTED)}: save only the input of each block, or all but its attention, "
+        "and compute the rest again in backward.",
+        among(RECOMPUTED),
+    ] = None
+    schedule: Annotated[
+        str | None, f"With pp: {', '.join(SCHEDULES)}. Default: 1f1b.", among(SCHEDULES)
+    ] = None
+    model_chunks: Annotated[
+        int | None, "Model chunks per rank of --schedule interleaved. Default: 2.", above_0
+    ] = None
+    seq: Annotated[
+        int, "Tokens per sequence. Default: 64, or the model's maximum if that is less.", above_0
+    ] = 64
+    optimizer: Annotated[
+        str,
+        "sgd, adamw, or muon for the matrices of the layers with adamw for the rest.",
+        among(tuple(LR)),
+    ] = "adamw"
+    lr: Annotated[float | None, "Learning rate. Default: 0.1 for sgd, else 0.001.", above_0] = None
+    warmup: Annotated[
+        int, "Steps in which the learning rate grows linearly to --lr; 0: none.", not_below_0
+    ] = 0
+    lr_decay: Annotated[
+        str | None,
+        f"{' or '.join(LR_DECAYS)}: the learning rate falls to 0, from the end of the warm-up to "
+        "the last step. Default: it stays.",
+        among(LR_DECAYS),
+    ] = None
+    momentum: Annotated[
+        float | None, "Momentum factor of sgd or muon, below 1. Default: 0, of muon 0.95.", above_0
+    ] = None
+    clip_norm: Annotated[
+        float | None, "Upper limit for the norm of the whole gradient, over all axes.", above_0
+    ] = None
+    dropout: Annotated[float, "Dropout probability.", not_below_0] = 0.0
+    dtype: Annotated[str, "float32, float64 or bfloat16.", among(tuple(DTYPES))] = "float32"
+    compute_dtype: Annotated[
+        str | None,
+        "With fsdp: the dtype of gathers and computation, bfloat16.",
+        among(COMPUTE_DTYPES),
+    ] = None
+    reshard: Annotated[
+        bool,
+        "With fsdp and torch-fsdp: free a block's gathered parameters after its forward. With fsdp "
+        "and pp, --no-reshard keeps them, and whole gradients, for all micro-batches: each is "
+        "gathered and reduced once a step.",
+    ] = True
+    seed: Annotated[int, "Determines the initial weights and the data.", not_below_0] = 0
+    bucket_mib: Annotated[
+        float, "Bucket size in MiB, for ddp, torch-ddp and zero1 to zero3.", above_0
+    ] = 25.0
+    every: Annotated[int, "Steps between two lines of output; 0: silent.", not_below_0] = 10
+    eval_every: Annotated[
+        int,
+        "Steps between two validation losses, without dropout; 0: none. A text keeps its last "
+        "tenth back for it.",
+        not_below_0,
+    ] = 0
+    eval_only: Annotated[bool, "Only a validation loss: with --init, or with --resume."] = False
+    stop_at_loss: Annotated[
+        float | None, "With --eval-every: stop when a validation loss is at most this.", above_0
+    ] = None
+    out: Annotated[str | None, "Folder for run records and checkpoints, such as runs/NAME."] = None
+    profile: Annotated[
+        str | None,
+        "Steps, such as 3 or 3-5, that PyTorch's profiler records on every rank: traces in --out, "
+        "under profile.",
+    ] = None
+    save_every: Annotated[int, "Steps between two checkpoints; 0: none.", not_below_0] = 0
+    keep: Annotated[int, "Number of checkpoints to keep; older ones are removed.", above_0] = 2
+    async_save: Annotated[bool, "Continue training while a checkpoint is written."] = False
+    checkpoint_format: Annotated[
+        str,
+        f"{' or '.join(CHECKPOINT_FORMATS)} (torch.distributed.checkpoint).",
+        among(CHECKPOINT_FORMATS),
+    ] = "course"
+    resume: Annotated[
+        bool,
+        "Continue from the latest whole checkpoint in --out. Ranks that torchrun or Slurm has "
+        "restarted do this by themselves.",
+    ] = False
+    record_values: Annotated[
+        str | None,
+        "Record fingerprints of all activations, gradients and parameters of every step in a new "
+        "folder, for course diff. For small models.",
+    ] = None
 
     def __post_init__(self) -> None:
-        one_of("optimizer", self.optimizer, tuple(LR))
-        one_of("dtype", self.dtype, tuple(DTYPES))
-        one_of("checkpoint-format", self.checkpoint_format, CHECKPOINT_FORMATS)
-        if self.compute_dtype is not None:
-            one_of("compute-dtype", self.compute_dtype, COMPUTE_DTYPES)
-        if self.lr is None:
-            object.__setattr__(self, "lr", LR[self.optimizer])
-        for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib", "keep"):
-            positive(name, getattr(self, name))
-        for name in ("tp", "pp", "cp", "ep", "model_chunks", "epochs", "clip_norm", "momentum"):
-            positive(name, getattr(self, name))
-        positive("stop_at_loss", self.stop_at_loss)
-        self._fill_in_schedule()
-        self._fill_in_context()
-        if self.recompute is not None:
-            one_of("recompute", self.recompute, RECOMPUTED)
-        if self.lr_decay is not None:
-            one_of("lr-decay", self.lr_decay, LR_DECAYS)
-        for name in ("every", "eval_every", "save_every", "seed", "dropout", "warmup"):
-            positive(name, getattr(self, name), or_zero=True)
-        for name in ("aux_weight", "bias_step"):
-            positive(name, getattr(self, name), or_zero=True)
-        if self.seed >= 2**63:
-            raise CourseError(f"--seed: need a number below 2**63; got {self.seed}.")
-        if self.dropout >= 1:
-            raise CourseError(f"--dropout: need a probability below 1; got {self.dropout}.")
-        if self.seq > self.model.max_seq:
-            raise ShapeError(
-                f"--seq: need at most the {self.model.max_seq} tokens of model {self.model.name}; "
-                f"got {self.seq}. Try --seq {self.model.max_seq}."
-            )
-        if self.out is None and (self.save_every or self.resume):
-            raise CourseError("--save-every, --resume: need a folder. Try --out runs/NAME.")
-        check_split(self)
-        check_fits(self)
-        profiled_steps(self)
+        for field in fields(self):
+            for check in getattr(field.type, "__metadata__", ("",))[1:]:
+                check(field.name, getattr(self, field.name))
+        self._fill_in("lr", LR[self.optimizer])
+        if self.pp > 1:
+            self._fill_in("schedule", "1f1b")
+        if self.schedule == "interleaved":
+            self._fill_in("model_chunks", 2)
+        for name, usual in {"cp_form": "ring", "cp_layout": "zigzag"}.items():
+            given = getattr(self, name)
+            if self.cp > 1:
+                self._fill_in(name, usual)
+            elif given is not None:
+                raise MeshError(
+                    f"--{name.replace('_', '-')}: need cp of 2 or more; got {given} and 1. Try "
+                    "--mesh cp=2."
+                )
+        check_rules(self)
 
-    def _fill_in_schedule(self) -> None:
-        if self.schedule is None and self.pp > 1:
-            object.__setattr__(self, "schedule", "1f1b")
-        if self.schedule is not None:
-            one_of("schedule", self.schedule, SCHEDULES)
-        if self.schedule == "interleaved" and self.model_chunks is None:
-            object.__setattr__(self, "model_chunks", 2)
-
-    def _fill_in_context(self) -> None:
-        for name, known, usual in (("form", CP_FORMS, "ring"), ("layout", LAYOUTS, "zigzag")):
-            given = getattr(self, f"cp_{name}")
-            if given is not None:
-                one_of(f"cp-{name}", given, known)
-                if self.cp == 1:
-                    raise MeshError(
-                        f"--cp-{name}: need cp of 2 or more; got {given} and 1. Try --mesh cp=2."
-                    )
-            elif self.cp > 1:
-                object.__setattr__(self, f"cp_{name}", usual)
+    def _fill_in(self, name: str, usual: Any) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, usual)
 
     @property
     def num_model_chunks(self) -> int:
@@ -296,21 +335,6 @@ class TrainConfig:
 def was_restarted() -> bool:
     """Return whether torchrun or Slurm has started this process again."""
     return any(int(os.environ.get(name) or 0) for name in RESTART_COUNTS)
-
-
-def one_of(name: str, word: str, words: Sequence[str]) -> None:
-    """Check that the word is one of the words. Raises: CourseError"""
-    if word not in words:
-        near = difflib.get_close_matches(word.lower(), words, n=1)
-        hint = f" Try {near[0]}." if near else ""
-        raise CourseError(f"--{name}: need one of {', '.join(words)}; got {word!r}.{hint}")
-
-
-def positive(name: str, number: float | None, *, or_zero: bool = False) -> None:
-    """Check that the number is above 0 (or is 0); None passes. Raises: CourseError"""
-    if number is not None and not (number > 0 or (or_zero and number == 0)):
-        need = "0 or more" if or_zero else "more than 0"
-        raise CourseError(f"--{name.replace('_', '-')}: need {need}; got {number}.")
 
 
 def schedule_of(config: TrainConfig, num_micro_batches: int) -> "Schedule":

@@ -5,13 +5,11 @@ the same whole batch and takes its part of it.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from course_lib.core.errors import CourseError
 from course_lib.models import mask_tokens, next_tokens
 from course_lib.models.data import mixed_seed
 from course_lib.models.dialogues import MASK, SPECIAL, Dialogues, load_dialogues
@@ -24,81 +22,40 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, both [batch, seq]
 HIDES = 1  # what is hidden in a batch is drawn from another seed than the batch
 
 
-class Examples(Protocol):
-    """A stream of batches."""
+@dataclass(frozen=True)
+class Examples:
+    """A stream of batches: for a GPT the target of each token is the one after it.
+
+    masked   for a BERT: some tokens are masked, and are the targets. Dialogues have a mask token;
+             other data get one more token for that, the last one
+    """
+
+    source: AnySource
+    masked: bool = False
 
     @property
     def identity(self) -> str:
         """A description of the data and of the training task."""
+        return f"{self.source.identity}, masked" if self.masked else self.source.identity
 
     @property
     def vocab(self) -> int:
-        """The size of the vocabulary."""
+        """The size of the vocabulary, including a mask token."""
+        return self.source.vocab + (self.masked and not isinstance(self.source, Dialogues))
 
     @property
     def num_tokens(self) -> int | None:
         """Tokens in an epoch; None for data without an end."""
-
-    def batch(self, n: int, *, batch: int, seq: int, seed: int = 0) -> Batch:
-        """Return the inputs and targets of batch n. Shapes: [batch, seq] each"""
-
-
-@dataclass(frozen=True)
-class NextTokens:
-    """Next-token prediction, for a GPT: the target of each token is the one after it."""
-
-    source: Text | Synthetic
-
-    @property
-    def identity(self) -> str:
-        """A description of the data."""
-        return self.source.identity
-
-    @property
-    def vocab(self) -> int:
-        """The size of the vocabulary."""
-        return self.source.vocab
-
-    @property
-    def num_tokens(self) -> int | None:
-        """Tokens in the text; None for synthetic data."""
         return None if isinstance(self.source, Synthetic) else len(self.source.tokens)
 
     def batch(self, n: int, *, batch: int, seq: int, seed: int = 0) -> Batch:
         """Return the inputs and targets of batch n. Shapes: [batch, seq] each"""
-        return next_tokens(self.source.batch(n, batch=batch, seq=seq, seed=seed))
-
-
-@dataclass(frozen=True)
-class HiddenTokens:
-    """Masked-token prediction, for a BERT: some tokens are masked, and are the targets.
-
-    Dialogues have a mask token; other data get one more token for that, the last one.
-    """
-
-    source: Text | Synthetic | Dialogues
-
-    @property
-    def identity(self) -> str:
-        """A description of the data, with the word `masked`."""
-        return f"{self.source.identity}, masked"
-
-    @property
-    def vocab(self) -> int:
-        """The size of the vocabulary, including the mask token."""
-        return self.source.vocab + (not isinstance(self.source, Dialogues))
-
-    @property
-    def num_tokens(self) -> int | None:
-        """Tokens in the data; None for synthetic data."""
-        return None if isinstance(self.source, Synthetic) else len(self.source.tokens)
-
-    def batch(self, n: int, *, batch: int, seq: int, seed: int = 0) -> Batch:
-        """Return the inputs and targets of batch n. Shapes: [batch, seq] each"""
+        tokens = self.source.batch(n, batch=batch, seq=seq, seed=seed)
+        if not self.masked:
+            return next_tokens(tokens)
         has_mask = isinstance(self.source, Dialogues)
-        tokens = self.source.batch(n, batch=batch, seq=seq, seed=seed)[:, :seq]
         return mask_tokens(
-            tokens,
+            tokens[:, :seq],
             torch.Generator().manual_seed(mixed_seed(seed + HIDES, n)),
             vocab=self.source.vocab,
             mask=MASK if has_mask else self.source.vocab,
@@ -123,7 +80,8 @@ def open_data(config: TrainConfig) -> tuple[Examples, Examples]:
     else:
         source = read_text(config.data)
     validates = bool(config.eval_every or config.eval_only)
-    found = tuple(map(partial(_examples, config), held_out(source) if validates else [source]))
+    sources = held_out(source) if validates else [source]
+    found = [Examples(one, config.masked) for one in sources]
     for examples in found:
         examples.batch(0, batch=1, seq=config.seq)  # a text that is too short is told now
     return found[0], found[-1]
@@ -136,32 +94,18 @@ def held_out(source: AnySource) -> tuple[AnySource, AnySource]:
     """
     if isinstance(source, Synthetic):
         return source, source
-    names = f"{source.name}, first 9/10", f"{source.name}, last 1/10"
-    if isinstance(source, Text):
-        cut = len(source.tokens) * 9 // 10
-        parts: list[AnySource] = [
-            replace(source, name=name, tokens=tokens)
-            for name, tokens in zip(names, source.tokens.tensor_split([cut]), strict=True)
-        ]
-    else:
+    cut, more = len(source.tokens) * 9 // 10, list[dict[str, Any]]([{}, {}])
+    if isinstance(source, Dialogues):
         number = len(source.starts) * 9 // 10
         cut = int(source.starts[number])
-        ends = source.starts.tensor_split([number])
-        parts = [
-            replace(source, name=name, tokens=tokens, starts=starts - first)
-            for name, tokens, starts, first in zip(
-                names, source.tokens.tensor_split([cut]), ends, (0, cut), strict=True
-            )
-        ]
-    return parts[0], parts[1]
-
-
-def _examples(config: TrainConfig, source: AnySource) -> Examples:
-    if config.masked:
-        return HiddenTokens(source)
-    if isinstance(source, Dialogues):
-        raise CourseError("--data dialogues: need a BERT. Try --model bert-dialogues.")
-    return NextTokens(source)
+        first, last = source.starts.tensor_split([number])
+        more = [{"starts": first}, {"starts": last - cut}]
+    tokens = source.tokens.tensor_split([cut])
+    names = f"{source.name}, first 9/10", f"{source.name}, last 1/10"
+    first_part, last_part = (
+        replace(source, name=names[n], tokens=tokens[n], **more[n]) for n in range(2)
+    )
+    return first_part, last_part
 
 
 def steps_of_an_epoch(examples: Examples, config: TrainConfig) -> int | None:

@@ -21,7 +21,7 @@ from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.ranks.dry_world import dry_world
 from course_lib.ranks.recorder import record
 from course_lib.train.config import TrainConfig
-from course_lib.train.optimizers import PartAdapter
+from course_lib.train.optimizers import FrameworkAdapter
 from course_lib.train.strategies import FRAMEWORKS
 from course_lib.train.trainer import Trainer
 
@@ -116,7 +116,7 @@ def measure_step(trainer: Trainer) -> RankStep:
 
     Raises: CourseError for a strategy that is not the course's own
     """
-    if not isinstance(trainer.adapter, PartAdapter):
+    if isinstance(trainer.adapter, FrameworkAdapter):
         raise CourseError(
             f"measure_step: need a strategy of the course; got {trainer.config.strategy}."
         )

@@ -4,6 +4,8 @@ The tp axis is innermost, as it communicates most: ranks 0 and 1 share layers, t
 have other tokens of the same sequences, then the other copies of these layers, then the next stage.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from course_lib.context_parallel.layouts import shard
@@ -13,18 +15,27 @@ from course_lib.mesh.rank_mesh import RankMesh
 from course_lib.pipeline.actions import loop_placement, v_placement
 from course_lib.train.config import V_SCHEDULES, TrainConfig
 
+ORDER = ("pp", "dp", "cp", "tp")
+
 
 class TrainMesh(RankMesh):
     """This rank in the mesh of a run.
 
     An axis of one rank, other than dp, is left out: it needs no group.
 
+    order        of the axes, outermost first
     loss_stage   index along pp of the rank with the last layers, which computes the loss
     layout       of the tokens of a sequence over the ranks of cp
     """
 
-    def __init__(self, parallelism: Parallelism, loss_stage: int, layout: str) -> None:
-        sizes = {axis: getattr(parallelism, axis) for axis in ("pp", "dp", "cp", "tp")}
+    def __init__(
+        self,
+        parallelism: Parallelism,
+        loss_stage: int,
+        layout: str,
+        order: Sequence[str] = ORDER,
+    ) -> None:
+        sizes = {axis: getattr(parallelism, axis) for axis in order}
         super().__init__(Mesh(**{n: size for n, size in sizes.items() if size > 1 or n == "dp"}))
         self.loss_stage, self.layout = loss_stage, layout
 

@@ -7,7 +7,7 @@ shards of the whole tensors, so a run can resume with another strategy and other
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,35 +37,6 @@ State = dict[str, Any]  # what course_lib.checkpoint saves and loads
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
-class OptimizerAdapter(Protocol):
-    """The interface that the training loop uses after a step's backward passes."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer whose learning rate is set."""
-
-    def zero_grad(self) -> None:
-        """Reset the gradients of the previous step."""
-
-    def finish(self) -> None:
-        """Complete the gradients, which are means over dp, along the other axes."""
-
-    def clip(self, max_norm: float) -> float:
-        """Scale the whole gradient so that its norm is at most max_norm; return it before."""
-
-    def grad_shards(self) -> dict[str, Shard]:
-        """Return what this rank has of the gradients, by their names in the whole model."""
-
-    def step(self) -> None:
-        """Update the parameters; afterwards every rank can compute with them."""
-
-    def state(self) -> State:
-        """Return the model and the optimizer, to save and load this rank's part of them."""
-
-    def state_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank holds, by kind."""
-
-
 def optimizer_of(config: TrainConfig, params: Iterable[nn.Parameter]) -> Optimizer:
     """Return the optimizer of a run for these parameters."""
     return OPTIMIZERS[config.optimizer](params, **settings_of(config))
@@ -77,9 +48,10 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
 
 
 class PartAdapter:
-    """Adapter for a part of the model on a mesh, and an optimizer of its parameters.
+    """What the training loop uses after a step's backward passes: an optimizer of a model's part.
 
-    As it is for whole copies over dp; subclasses say what ZeRO and FSDP have sharded.
+    As it is for whole copies over dp; subclasses say what ZeRO and FSDP have sharded, and
+    `FrameworkAdapter` leaves all of it to a framework.
     """
 
     optimizer: Optimizer
@@ -235,7 +207,7 @@ class TorchFSDPAdapter(PartAdapter):
         return {"model": self.part.module, "optimizer": self.optimizer}
 
 
-class FrameworkAdapter:
+class FrameworkAdapter(PartAdapter):
     """Adapter for a framework, which keeps its optimizer and its state to itself.
 
     earlier   storages that were alive before the model and do not belong to this run

@@ -4,8 +4,10 @@
 `config` is a TrainConfig, which applies these rules when it is created.
 """
 
+import difflib
 import re
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from course_lib.core.built import check_built
@@ -17,6 +19,54 @@ NOT_OVER_TOKENS = ("deepspeed", "accelerate", "lightning", "megatron")
 OVER_EXPERTS = ("single", "naive-dp", "ddp", "fsdp", "zero")  # how their names begin
 WHOLE = ("single", "naive-dp", "ddp", "torch-ddp")  # strategies that copy the model
 ONE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")  # schedules that do not split it
+
+
+def one_of(name: str, word: str, words: Sequence[str]) -> None:
+    """Check that the word is one of the words. Raises: CourseError"""
+    if word not in words:
+        near = difflib.get_close_matches(word.lower(), words, n=1)
+        hint = f" Try {near[0]}." if near else ""
+        option = name.replace("_", "-")
+        raise CourseError(f"--{option}: need one of {', '.join(words)}; got {word!r}.{hint}")
+
+
+def among(words: Sequence[str]) -> Callable[[str, str | None], None]:
+    """Return the check of a setting that is one of the words, or None."""
+    return lambda name, word: None if word is None else one_of(name, word, words)
+
+
+def above_0(name: str, number: float | None) -> None:
+    """Check that the number is above 0; None passes. Raises: CourseError"""
+    if number is not None and not number > 0:
+        raise CourseError(f"--{name.replace('_', '-')}: need more than 0; got {number}.")
+
+
+def not_below_0(name: str, number: float) -> None:
+    """Check that the number is 0 or more. Raises: CourseError"""
+    if not number >= 0:
+        raise CourseError(f"--{name.replace('_', '-')}: need 0 or more; got {number}.")
+
+
+def check_rules(config: Any) -> None:
+    """Check what the settings need of each other. Raises: CourseError, MeshError or ShapeError"""
+    if config.seed >= 2**63:
+        raise CourseError(f"--seed: need a number below 2**63; got {config.seed}.")
+    if config.dropout >= 1:
+        raise CourseError(f"--dropout: need a probability below 1; got {config.dropout}.")
+    if config.seq > config.model.max_seq:
+        raise ShapeError(
+            f"--seq: need at most the {config.model.max_seq} tokens of model {config.model.name}; "
+            f"got {config.seq}. Try --seq {config.model.max_seq}."
+        )
+    if config.out is None and (config.save_every or config.resume):
+        raise CourseError("--save-every, --resume: need a folder. Try --out runs/NAME.")
+    check_built(config.model, "--model")
+    _check_tensors(config)
+    _check_stages(config)
+    _check_context(config)
+    _check_experts(config)
+    _check_strategy(config)
+    profiled_steps(config)
 
 
 def profiled_steps(config: Any) -> range:
@@ -52,23 +102,6 @@ def check_profiled_steps(config: Any, first: int) -> None:
         f"--profile: need a step that is not done, {first} or later, as --resume continues at step "
         f"{first}; got {config.profile}. Try {later}."
     )
-
-
-def check_split(config: Any) -> None:
-    """Check that the model can be built, and split that way.
-
-    Raises: CourseError, MeshError or ShapeError
-    """
-    check_built(config.model, "--model")
-    _check_tensors(config)
-    _check_stages(config)
-    _check_context(config)
-    _check_experts(config)
-    if config.strategy == "torch-ddp" and config.pp > 1:
-        raise MeshError(
-            "--strategy torch-ddp: need pp=1, as it sends gradients with the first backward "
-            f"after its own forward; got pp={config.pp}. Try --strategy ddp."
-        )
 
 
 def _check_tensors(config: Any) -> None:
@@ -184,9 +217,13 @@ def _check_experts(config: Any) -> None:
             )
 
 
-def check_fits(config: Any) -> None:
-    """Check that the options fit each other. Raises: CourseError or MeshError"""
+def _check_strategy(config: Any) -> None:
     name = config.strategy
+    if name == "torch-ddp" and config.pp > 1:
+        raise MeshError(
+            "--strategy torch-ddp: need pp=1, as it sends gradients with the first backward "
+            f"after its own forward; got pp={config.pp}. Try --strategy ddp."
+        )
     whole_layers = config.uses_framework and name != "megatron"
     if (whole_layers or name == "torch-fsdp") and config.tp * config.pp > 1:
         raise MeshError(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for tor
     from course_lib.mesh.model_part import ModelPart
     from course_lib.mesh.rank_mesh import RankMesh
     from course_lib.models import GPT
-    from course_lib.train.optimizers import OptimizerAdapter
+    from course_lib.train.optimizers import PartAdapter
 
     MicroBatches = Sequence[tuple[Tensor, Tensor]]  # inputs and targets
 
@@ -54,7 +54,7 @@ class Wrapped:
     """
 
     model: Callable[..., Any]
-    adapter: "Callable[[ModelPart[Any], RankMesh, TrainConfig], OptimizerAdapter] | None" = None
+    adapter: "Callable[[ModelPart[Any], RankMesh, TrainConfig], PartAdapter] | None" = None
     backward: Callable[["Tensor"], object] = plain_backward
     finish: Callable[[], None] = lambda: None
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -9,7 +9,7 @@ and any number of micro-batches give the step of one rank with the whole batch.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -37,18 +37,18 @@ from course_lib.ranks.recorder import current_recorder, span
 from course_lib.ranks.world import is_dry, rank_device
 from course_lib.recompute.activations import recompute_full, recompute_selective
 from course_lib.train.checkpoint import LOCK_S, RunCheckpoints, forget_records, lock_folder
-from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of, was_restarted
+from course_lib.train.config import V_SCHEDULES, TrainConfig, was_restarted
 from course_lib.train.data import Batch, open_data, steps_of_an_epoch
 from course_lib.train.evaluation import validation_loss
 from course_lib.train.experts import RoutedLayers
 from course_lib.train.forward_backward import make_passes
-from course_lib.train.mesh import TrainMesh, placement_of
+from course_lib.train.mesh import ORDER, TrainMesh, placement_of
 from course_lib.train.metrics import Metrics
 from course_lib.train.optimizers import PartAdapter
 from course_lib.train.preemption import Preemption
 from course_lib.train.profiler import StepProfiler
 from course_lib.train.progress import Progress, ProgressBar
-from course_lib.train.rules import check_profiled_steps, profiled_steps
+from course_lib.train.rules import check_profiled_steps, one_of, profiled_steps
 from course_lib.train.run_folder import check_files
 from course_lib.train.strategies import STRATEGIES, over_tokens, scheduler_note
 
@@ -68,15 +68,25 @@ class Trainer:
 
     `model` is this rank's part of the whole one, `wrapped` the strategy's wrapper of it, and
     `adapter` holds the optimizer.
+
+    order        of the mesh's axes, outermost first
+    num_layers   of the stages, as in `split_model`; None: by their FLOP
     """
 
-    def __init__(self, rank: int, config: TrainConfig) -> None:
+    def __init__(
+        self,
+        rank: int,
+        config: TrainConfig,
+        *,
+        order: Sequence[str] = ORDER,
+        num_layers: Sequence[int] | None = None,
+    ) -> None:
         one_of("strategy", config.strategy, tuple(STRATEGIES))
         self.rank, self.device, world_size = rank, rank_device(), dist.get_world_size()
         config.check_ranks(world_size)
         loss_stage = 0 if config.schedule in V_SCHEDULES else config.pp - 1
         layout = config.cp_layout or "contiguous"
-        self.mesh = TrainMesh(config.parallelism(world_size), loss_stage, layout)
+        self.mesh = TrainMesh(config.parallelism(world_size), loss_stage, layout, order)
         self.dp = self.mesh.size("dp")
         self.data, self._held_out = from_first(lambda: open_data(config), None)
         per_epoch = steps_of_an_epoch(self.data, config)
@@ -97,6 +107,7 @@ class Trainer:
             splits=config.strategy != "megatron",
             sequence_parallel=config.sequence_parallel,
             recompute=RECOMPUTE.get(config.recompute or ""),
+            num_layers=num_layers,
             placement=placement_of(config),
         )
         self.model, self.wrapped = self.part.module, self.part.wrapped
@@ -158,6 +169,7 @@ class Trainer:
             is_over = self.is_done or preemption.is_agreed
             while not is_over:
                 preemption.ask()
+                self.metrics.forget_old_events()
                 with profiler.step(self.progress.step):
                     self.step()
                 bar.step()
@@ -187,10 +199,9 @@ class Trainer:
             stops = f", at most {config.stop_at_loss}: the run stops" * self._is_low
             bar.say(f"step {self.progress.step}  validation loss {loss:.4f}{stops}")
 
-    def step(self) -> None:
-        """Train on the next batch; what the step computed is in the record."""
+    def step(self) -> Tensor:
+        """Train on the next batch; return what this rank knows of its three sums (`Passes`)."""
         n, config = self.progress.step, self.config
-        self.metrics.forget_old_events()
         start_s = time.perf_counter()
         torch.manual_seed(mixed_seed(mixed_seed(config.seed, n), self._draws()))
         batch = self.data.batch(n, batch=config.global_batch, seq=config.seq, seed=config.seed)
@@ -211,7 +222,9 @@ class Trainer:
         more: dict[str, Any] = times if norm is None else times | {"grad_norm": norm}
         if loads := self.routed.end(self.mesh.copies, config.bias_step):
             more |= {"tokens_per_expert": loads}
-        self.metrics.step_done(found, step=n, num_tokens=num_tokens, **more)
+        told = found if self.mesh.reports else torch.zeros_like(found)
+        self.metrics.step_done(told, step=n, num_tokens=num_tokens, **more)
+        return found
 
     def _gradients(self, batch: Batch) -> Tensor:
         """Compute the whole batch's gradient; return its three sums (`Passes`)."""
@@ -232,11 +245,14 @@ class Trainer:
         self.adapter.finish()
         if self.recording:
             self.recording.gradients(self.adapter.grad_shards())
-        return found if self.mesh.reports else torch.zeros_like(found)
+        return found
 
     def _draws(self) -> int:
         """Return this rank's stream of dropout masks: the ranks of a tp group draw alike."""
-        return self.rank // self.config.tp
+        draws = 0
+        for axis in ("pp", "dp", "cp"):  # whatever the order of the mesh is
+            draws = draws * self.mesh.size(axis) + self.mesh.index(axis)
+        return draws
 
     @property
     def is_done(self) -> bool:

@@ -41,11 +41,12 @@ from course_lib.checks import check
 from course_lib.core import MODELS, Link, TwoLevelLink
 from course_lib.ddp import DDP
 from course_lib.display import claim, predict, reveal, show
-from course_lib.mesh import Mesh, RankMesh, lab, pictures
+from course_lib.mesh import Mesh, RankMesh, pictures
 from course_lib.models import GPT, next_tokens, token_batch
 from course_lib.pipeline import Pipeline, one_f_one_b, split_model
 from course_lib.ranks import RankError, Ranks
 from course_lib.tensor_parallel import parallel_token_loss, parallelize
+from course_lib.train import mesh_lab as lab
 
 # %% [markdown]
 # ## 1 Ranks on a grid
@@ -344,10 +345,10 @@ def backward(mesh, replica, pipeline, data_axis="dp"):
 
 
 # %% [markdown]
-# `MeshTrainer` (`course_lib/mesh/training.py`) does the same for other sizes, with clipping and
-# ZeRO-1. Here is the proof that the order and the table are right: we take four steps in float64 on
-# 2 × 2 × 2 ranks and on one process, with SGD, and with AdamW and clipping. Losses and weights have
-# to be the same, up to rounding (1e-10).
+# The course's trainer (`course_lib/train/trainer.py`) does the same for other sizes, with clipping
+# and with ZeRO or FSDP along dp. Here is the proof that the order and the table are right: we take
+# four steps in float64 on 2 × 2 × 2 ranks and on one process, with SGD, and with AdamW and
+# clipping. Losses and weights have to be the same, up to rounding (1e-10).
 
 # %% tags=["check"]
 step = MeshStep(spec=tiny, mesh=cube, batch=16, seq=32, num_micro_batches=2, number_bytes=8)
@@ -600,7 +601,7 @@ from course_lib.mesh.mesh import spans_nodes
 traces, tp_s = {}, {}
 for mesh in (cube, outermost):
     traces[mesh] = wired.run(lab.events_of_a_step, replace(float32, mesh=mesh))[0]
-    tp_s[mesh] = lab.median_call_s(mesh, "tp", traces[mesh])
+    tp_s[mesh] = pictures.median_call_s(mesh, "tp", traces[mesh])
     between_s = dict.fromkeys(mesh.sizes, 0.0)
     for event in traces[mesh]:
         if event.kind != "recv" and spans_nodes(event.group, 4) and mesh.axis_of(event.group):
@@ -688,7 +689,7 @@ for nodes in (2, 8, 32):
 # %% tags=["measured"]
 from math import isnan
 
-from course_lib.mesh import beside_frameworks as beside
+from course_lib.train import beside_frameworks as beside
 
 sent, single = {}, replace(step, number_bytes=4)
 for name in ("ours", "Megatron-Core"):

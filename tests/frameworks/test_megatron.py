@@ -16,12 +16,12 @@ from course_lib.core.errors import ShapeError
 from course_lib.core.specs import Rope
 from course_lib.frameworks import MegatronEngine
 from course_lib.mesh import Mesh
-from course_lib.mesh.beside_frameworks import run_mesh
 from course_lib.mesh.cost import MeshStep
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.pipeline.beside_frameworks import run_pipeline
 from course_lib.ranks import Ranks
 from course_lib.tensor_parallel.beside_frameworks import run_tensor_parallel
+from course_lib.train.beside_frameworks import run_mesh
 
 pytest.importorskip("megatron.core")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -21,8 +21,7 @@ from course_lib.frameworks import (
     megatron_on_cpu,
 )
 from course_lib.frameworks.megatron_on_cpu import stand_ins
-from course_lib.mesh import Mesh, lab
-from course_lib.mesh.beside_frameworks import run_mesh
+from course_lib.mesh import Mesh
 from course_lib.mesh.cost import MeshStep
 from course_lib.models import GPT, next_tokens, token_batch
 from course_lib.pipeline import beside_frameworks as pipelines
@@ -30,6 +29,8 @@ from course_lib.pipeline.beside_frameworks import run_pipeline
 from course_lib.ranks import RankError, Ranks
 from course_lib.tensor_parallel import beside_frameworks as splits
 from course_lib.tensor_parallel.beside_frameworks import run_tensor_parallel
+from course_lib.train import mesh_lab as lab
+from course_lib.train.beside_frameworks import run_mesh
 from course_lib.train.config import TrainConfig
 from course_lib.train.trainer import train
 

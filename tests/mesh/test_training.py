@@ -1,21 +1,25 @@
 """The law on a mesh: the losses, gradients and weights of one process; its traffic by axis."""
 
+import sys
 from dataclasses import replace
 
+import cloudpickle
 import pytest
 import torch
-from torch import nn
 
-from course_lib.core.errors import CourseError, MeshError, ShapeError
+from course_lib.core.errors import MeshError, ShapeError
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.presets import find_model
-from course_lib.mesh import Mesh, MeshTrainer, RankMesh, clip_grad_norm_across, lab
+from course_lib.mesh import Mesh
 from course_lib.mesh.cost import MeshStep, all_orders, axis_seconds, axis_sent_bytes, mesh_step_s
 from course_lib.models import GPT, token_loss
 from course_lib.ranks import Ranks
+from course_lib.train import mesh_lab as lab
+from course_lib.train.trainer import Trainer
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SPEC = replace(find_model("tiny"), num_layers=3, hidden=32, num_heads=4, vocab=64)
-UNTIED = replace(SPEC, tied=False, positions="rope", norm="rms", bias=False)
 STEP = MeshStep(
     spec=SPEC, mesh=Mesh(pp=2, dp=2, tp=2), batch=8, seq=8, num_micro_batches=2, number_bytes=8
 )
@@ -27,90 +31,53 @@ MESHES = [
     Mesh(pp=2, dp=1, tp=4),
 ]
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-ADAMW = (torch.optim.AdamW, {"lr": 1e-3})
 NEAR = 1e-12
+FROZEN = ("blocks.1.mlp", "embedding")
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=["tied", "untied"])
-def test_three_steps_are_those_of_one_process(pools, mesh, spec):
-    step = replace(STEP, mesh=mesh, spec=spec)
-    optimizer, settings = SGD
+def test_three_steps_are_those_of_one_process_in_any_order_of_the_axes(pools, mesh):
+    step, (optimizer, settings) = replace(STEP, mesh=mesh), SGD
     alone = lab.train_alone(step, optimizer, **settings)
     for trained in pools(8).run(lab.train_on_mesh, step, optimizer, **settings):
         assert trained[1].keys() == alone[1].keys()
         assert lab.furthest_apart(trained, alone) < NEAR
 
 
-def trained_over_tokens(rank, mesh, optimizer, settings):
-    trainer = MeshTrainer(
-        SPEC, RankMesh(mesh), 2, optimizer, sharded=True, max_norm=0.3, **settings
-    )
-    return [trainer.step(*lab.batch_of(STEP, n)) for n in range(3)], trainer.full_state()
+class Frozen(Trainer):
+    def _whole_model(self):
+        model = super()._whole_model()
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.startswith(FROZEN))
+        return model
 
 
-@pytest.mark.parametrize(
-    "mesh", [Mesh(pp=2, dp=2, cp=2, tp=1), Mesh(cp=4, pp=1, tp=2, dp=1)], ids=str
-)
-def test_ranks_that_have_other_tokens_of_the_same_sequences(pools, mesh):
-    optimizer, settings = ADAMW
-    alone = lab.train_alone(STEP, optimizer, max_norm=0.3, **settings)
-    for trained in pools(8).run(trained_over_tokens, mesh, optimizer, settings):
-        assert lab.furthest_apart(trained, alone) < NEAR
-
-
-@pytest.mark.parametrize("how", [{}, {"max_norm": 0.3}, {"sharded": True}], ids=str)
-def test_adamw_clipped_or_with_a_sharded_state_is_that_of_one_process(pools, how):
-    optimizer, settings = ADAMW
-    norm = {name: value for name, value in how.items() if name == "max_norm"}
-    alone = lab.train_alone(STEP, optimizer, 4, **settings, **norm)
-    for trained in pools(8).run(lab.train_on_mesh, STEP, optimizer, 4, **settings, **how):
-        assert lab.furthest_apart(trained, alone) < NEAR
+def with_frozen_parameters(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab, "Trainer", Frozen)
+        return lab.train_on_mesh(rank, STEP, torch.optim.SGD, 2, lr=0.1)
 
 
 def test_a_frozen_parameter_stays_and_the_others_learn_as_in_one_process(pools):
-    frozen = ("blocks.1.mlp", "embedding")
     torch.manual_seed(0)
     model = GPT(SPEC).double()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     for name, param in model.named_parameters():
-        param.requires_grad_(not name.startswith(frozen))
+        param.requires_grad_(not name.startswith(FROZEN))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for number in range(2):
         tokens, targets = lab.batch_of(STEP, number)
         optimizer.zero_grad()
         token_loss(model(tokens), targets).backward()
         optimizer.step()
-    found = pools(8).run(lab.train_on_mesh, STEP, torch.optim.SGD, 2, lr=0.1, frozen=frozen)
-    for _, weights in found:
+    for _, weights in pools(8).run(with_frozen_parameters):
         for name, weight in model.state_dict().items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=NEAR)
-            assert torch.equal(weights[name], before[name]) == name.startswith((*frozen, "head"))
-
-
-def clipped(rank, max_norm):
-    trainer = MeshTrainer(SPEC, RankMesh(STEP.mesh), 2, torch.optim.SGD, lr=0.1)
-    trainer.gradients(*lab.batch_of(STEP, 0))
-    norm = clip_grad_norm_across(trainer.stage, trainer.mesh, max_norm)
-    again = clip_grad_norm_across(trainer.stage, trainer.mesh, max_norm)
-    return norm.item(), again.item()
-
-
-@pytest.mark.parametrize("share", [0.5, 2.0])
-def test_the_norm_is_that_of_the_whole_gradient_on_every_rank(pools, share):
-    torch.manual_seed(0)
-    model = GPT(SPEC).double()
-    tokens, targets = lab.batch_of(STEP, 0)
-    token_loss(model(tokens), targets).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
-    for before, after in pools(8).run(clipped, share * norm):
-        assert before == pytest.approx(norm, rel=1e-12)
-        assert after == pytest.approx(min(share, 1) * norm, rel=1e-5)
+            assert torch.equal(weights[name], before[name]) == name.startswith((*FROZEN, "head"))
 
 
 def drawn(rank, mesh):
-    trainer = MeshTrainer(SPEC, RankMesh(mesh), 2, torch.optim.SGD, lr=0.1, dropout=0.2)
-    loss = trainer.gradients(*lab.batch_of(STEP, 0))
+    loss = lab.take_step(lab.trainer_of(rank, replace(STEP, mesh=mesh), dropout=0.2))
     return torch.rand(1).item(), loss
 
 
@@ -194,21 +161,3 @@ def test_the_order_that_puts_tp_inside_a_node_is_predicted_fastest():
 def test_a_step_that_cannot_be_says_so(change, error, told):
     with pytest.raises(error, match=told):
         replace(STEP, **change)
-
-
-def without_dp(rank):
-    with pytest.raises(MeshError, match="need a mesh with the axes pp, dp and tp; got Mesh"):
-        MeshTrainer(SPEC, RankMesh(Mesh(pp=2, tp=4)), 2, torch.optim.SGD, lr=0.1)
-
-
-def test_a_mesh_without_an_axis_is_refused(pools):
-    pools(8).run(without_dp)
-
-
-def unknown_parameter(rank):
-    with pytest.raises(CourseError, match="need a parameter that begins so; got 'decoder'"):
-        MeshTrainer(SPEC, RankMesh(STEP.mesh), 2, torch.optim.SGD, lr=0.1, frozen=["decoder"])
-
-
-def test_freezing_nothing_is_refused(pools):
-    pools(8).run(unknown_parameter)

@@ -1,14 +1,14 @@
-"""Measure training on a mesh: its numbers, its bytes by axis, and the seconds of orders of axes.
+"""Lesson 11's training on a mesh: its numbers, its bytes by axis, the seconds of orders of axes.
 
 The functions start with `rank` where all ranks run them. Notebook 11_mesh.
 """
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,12 +16,12 @@ from course_lib.core.records import Event
 from course_lib.cost.bandwidth import bus_factor
 from course_lib.mesh.cost import MeshStep
 from course_lib.mesh.mesh import Mesh
-from course_lib.mesh.rank_mesh import RankMesh
-from course_lib.mesh.training import MeshTrainer
 from course_lib.models import GPT, token_loss
 from course_lib.models.data import next_tokens, token_batch
 from course_lib.ranks import Ranks, record
 from course_lib.ranks.timing import time_interleaved
+from course_lib.train.config import TrainConfig
+from course_lib.train.trainer import Trainer
 
 COUNTED = ("all_reduce", "all_gather", "reduce_scatter", "send")
 LossesAndWeights = tuple[list[float], dict[str, Tensor]]  # losses, weights by name
@@ -35,6 +35,38 @@ def batch_of(step: MeshStep, number: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+def trainer_of(rank: int, step: MeshStep, **options: Any) -> Trainer:
+    """Return the trainer of a step, its axes in the mesh's order, by default with DDP and SGD.
+
+    The layers are divided evenly over the stages, as the formulas of `MeshStep` have it.
+    """
+    usual: dict[str, Any] = {"strategy": "ddp", "optimizer": "sgd", "lr": 0.1}
+    config = TrainConfig(
+        model=step.spec,
+        tp=step.mesh.size("tp"),
+        pp=step.mesh.size("pp"),
+        global_batch=step.batch,
+        micro_batch=step.micro_batch,
+        seq=step.seq,
+        dtype=str(DTYPES[step.number_bytes]).removeprefix("torch."),
+        every=0,
+        **usual | options,
+    )
+    num_layers = [len(step.layers_of(stage)) for stage in range(config.pp)]
+    num_layers[0] += 1  # the embedding
+    num_layers[-1] += 1  # the head
+    return Trainer(rank, config, order=[*step.mesh.sizes], num_layers=num_layers)
+
+
+def take_step(trainer: Trainer) -> float:
+    """Take the next step; return its mean loss, which the last stage sends to the others."""
+    total, mesh = trainer.step()[0], trainer.mesh
+    for axis in ("pp", "dp"):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(total, group=mesh.group(axis))
+    return float(total) / mesh.num_copies
+
+
 def train_on_mesh(
     rank: int,
     step: MeshStep,
@@ -42,10 +74,11 @@ def train_on_mesh(
     num_steps: int = 3,
     **how: Any,
 ) -> LossesAndWeights:
-    """Train on the step's mesh; return losses and whole weights. `how` goes to `MeshTrainer`."""
-    trainer = _trainer(step, optimizer_cls, **how)
-    losses = [trainer.step(*batch_of(step, number)) for number in range(num_steps)]
-    return losses, trainer.full_state()
+    """Train on the step's mesh; return losses and whole weights. `how` goes to `TrainConfig`."""
+    name = optimizer_cls.__name__.lower()
+    trainer = trainer_of(rank, step, optimizer=name, clip_norm=how.pop("max_norm", None), **how)
+    losses = [take_step(trainer) for _ in range(num_steps)]
+    return losses, trainer.part.full_state()
 
 
 def train_alone(
@@ -82,10 +115,10 @@ def furthest_apart(ours: LossesAndWeights, theirs: LossesAndWeights) -> float:
 
 def events_of_a_step(rank: int, step: MeshStep) -> list[Event]:
     """Return this rank's events of a step; one before it, which also exchanges shapes, is not."""
-    trainer = _trainer(step, torch.optim.SGD, lr=0.1)
-    trainer.step(*batch_of(step, 0))
+    trainer = trainer_of(rank, step)
+    take_step(trainer)
     with record() as log:
-        trainer.step(*batch_of(step, 1))
+        take_step(trainer)
     return log.events
 
 
@@ -101,11 +134,6 @@ def bytes_by_axis(mesh: Mesh, rank: int, events: Iterable[Event]) -> dict[str, f
     return sent
 
 
-def median_call_s(mesh: Mesh, axis: str, events: Iterable[Event]) -> float:
-    """Return the median seconds of one rank's collectives and messages along an axis."""
-    return median(one.duration_s for one in events if mesh.axis_of(one.group) == axis)
-
-
 def time_orders(ranks: Ranks, steps: Sequence[MeshStep], turns: int = 3) -> dict[Mesh, float]:
     """Return the seconds of a step on each mesh, which take turns: the fastest on the slowest rank.
 
@@ -116,13 +144,6 @@ def time_orders(ranks: Ranks, steps: Sequence[MeshStep], turns: int = 3) -> dict
 
 
 def _seconds_of(rank: int, steps: Sequence[MeshStep], turns: int) -> list[float]:
-    runs = {}
-    for number, step in enumerate(steps):
-        trainer, batch = _trainer(step, torch.optim.SGD, lr=0.1), batch_of(step, 0)
-        runs[str(number)] = trainer.stage, partial(trainer.step, *batch)
+    trainers = [trainer_of(rank, step) for step in steps]
+    runs = {str(n): (one.model, partial(take_step, one)) for n, one in enumerate(trainers)}
     return list(time_interleaved(runs, turns, of=min).values())
-
-
-def _trainer(step: MeshStep, optimizer_cls: type[Optimizer], **how: Any) -> MeshTrainer:
-    mesh, dtype = RankMesh(step.mesh), DTYPES[step.number_bytes]
-    return MeshTrainer(step.spec, mesh, step.num_micro_batches, optimizer_cls, dtype=dtype, **how)

@@ -3,8 +3,7 @@
 Notebook 11_mesh.
 """
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -13,13 +12,10 @@ from torch import Tensor
 
 from course_lib.core.errors import MeshError
 from course_lib.mesh.cost import SUPPORTED, MeshStep
-from course_lib.mesh.lab import DTYPES, batch_of
 from course_lib.mesh.mesh import Mesh
-from course_lib.mesh.rank_mesh import RankMesh
-from course_lib.mesh.training import MeshTrainer
 from course_lib.models import GPT
 from course_lib.ranks.timing import StepsTaken, timed_steps
-from course_lib.ranks.world import rank_device
+from course_lib.train.mesh_lab import DTYPES, batch_of, take_step, trainer_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -39,16 +35,11 @@ def run_mesh(rank: int, step: MeshStep, num_steps: int, is_ours: bool) -> StepsT
 
 
 def _our_steps(rank: int, step: MeshStep, batches: list[tuple[Tensor, Tensor]]) -> StepsTaken:
-    dtype, device = DTYPES[step.number_bytes], rank_device()
-    with _mesh_groups(step.mesh) as mesh:
-        trainer = MeshTrainer(
-            step.spec, mesh, step.num_micro_batches, torch.optim.SGD, lr=0.1, dtype=dtype
-        )
-
-        def our_step(inputs: Tensor, targets: Tensor) -> float:
-            return trainer.step(inputs.to(device), targets.to(device))
-
-        return timed_steps(our_step, batches)
+    trainer = trainer_of(rank, step)  # its batches are these
+    found = timed_steps(lambda *_: take_step(trainer), batches)
+    for axis in trainer.mesh.mesh.sizes:
+        dist.destroy_process_group(trainer.mesh.group(axis))
+    return found
 
 
 def _megatron_steps(rank: int, step: MeshStep, batches: list[tuple[Tensor, Tensor]]) -> StepsTaken:
@@ -85,14 +76,3 @@ def _check_mesh(mesh: Mesh) -> None:
             f"run_mesh: need the axes in Megatron-Core's order, {', '.join(SUPPORTED)} from "
             f"outermost to innermost; got {mesh}. Try Mesh({wanted})."
         )
-
-
-@contextmanager
-def _mesh_groups(mesh: Mesh) -> Iterator[RankMesh]:
-    """Form the process groups of a mesh, and destroy them after the block."""
-    ranks = RankMesh(mesh)
-    try:
-        yield ranks
-    finally:
-        for axis in mesh.sizes:
-            dist.destroy_process_group(ranks.group(axis))
