@@ -131,6 +131,16 @@ class Experts:
             raise ShapeError(f"experts: need capacity above 0; got {repr(self.capacity)[:60]}.")
 
 
+def capacity_of(copies: int, num_experts: int, factor: float) -> int:
+    """Return the most tokens that an expert takes: ceil(factor * copies / num_experts).
+
+    copies   of all tokens: each is sent to `active` experts
+
+    Source: Fedus et al. 2021 (Switch), equation 3, for one expert per token
+    """
+    return math.ceil(factor * copies / num_experts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention (MLA): keys and values of all heads from one small vector.

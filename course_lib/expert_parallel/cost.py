@@ -5,7 +5,6 @@ has k copies. Bytes are those that one rank sends for one layer. The planner rea
 functions. Nothing here needs PyTorch. Notebook 16_experts.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from course_lib.context_parallel.cost import PassBytes
 from course_lib.core.errors import CourseError, ShapeError
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.recipes import BF16, Recipe
-from course_lib.core.specs import ModelSpec
+from course_lib.core.specs import ModelSpec, capacity_of
 from course_lib.cost.params import layers_params
 from course_lib.memory.formulas import model_states
 
@@ -162,18 +161,10 @@ def load_imbalance(tokens_per_expert: Sequence[float], ep: int | None = None) ->
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
-def capacity_of(tokens: int, active: int, experts: int, factor: float) -> int:
-    """Return the most copies that an expert takes: ceil(factor T k / E).
-
-    Source: Fedus et al. 2021 (Switch Transformers), section 2.2, for k = 1
-    """
-    return math.ceil(factor * tokens * active / experts)
-
-
 def dropped_share(tokens_per_expert: Sequence[int], factor: float) -> float:
     """Return the share of all copies that experts with a capacity do not take."""
     total = sum(tokens_per_expert)
-    most = capacity_of(total, 1, len(tokens_per_expert), factor)
+    most = capacity_of(total, len(tokens_per_expert), factor)
     return sum(max(0, tokens - most) for tokens in tokens_per_expert) / total if total else 0.0
 
 

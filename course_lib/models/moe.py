@@ -6,14 +6,13 @@ gradient goes to the router, or a bias per expert, which only selects and is mov
 `course_lib.expert_parallel` divides the experts over ranks. Notebook 16_experts.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from course_lib.core.errors import CourseError
-from course_lib.core.specs import Experts, ModelSpec
+from course_lib.core.specs import Experts, ModelSpec, capacity_of
 from course_lib.models.mlp import MLP
 
 
@@ -188,17 +187,15 @@ def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def drop(routing: Routing, factor: float) -> Routing:
-    """Mark with -1 what is over an expert's capacity, ceil(factor * tokens * top_k / num_experts).
+    """Mark with -1 what is over an expert's capacity, as `capacity_of` counts it.
 
     Its last tokens are dropped; the weights of the others stay as they are.
-
-    Source:  Fedus et al. 2021 (Switch), equation 3
     """
-    (tokens, top_k), num_experts = routing.experts.shape, routing.scores.shape[1]
+    num_experts = routing.scores.shape[1]
     order, counts = expert_order(routing.experts, num_experts)
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)  # of each one's expert
     place = torch.arange(len(order), device=order.device) - starts
-    late = order[place >= math.ceil(factor * tokens * top_k / num_experts)]
+    late = order[place >= capacity_of(routing.experts.numel(), num_experts, factor)]
     experts = routing.experts.flatten().index_fill(0, late, -1)
     return routing._replace(experts=experts.view_as(routing.experts))
 

@@ -10,6 +10,8 @@ Shards are all of equal size; the last ones are padded with zeros. Notebook 07_t
     reduce_from_region all_reduce       -                g (Shoeybi), f-bar (Korthikanti)
     gather_sequence    all_gather       reduce_scatter   g (Korthikanti)
     scatter_sequence   reduce_scatter   all_gather       g-bar (Korthikanti)
+    replicate_sequence all_gather       own tokens
+    own_sequence       own tokens       all_gather
     gather_columns     all_gather       own columns
     split_columns      own columns      all_gather
     all_reduce_both    all_reduce       all_reduce       (where each rank has a loss of its own)
@@ -117,6 +119,28 @@ def scatter_sequence(x: Tensor, group: Group = None) -> Tensor:
         )
     gather = partial(all_gather, dim=SEQUENCE, group=group)
     return _Boundary.apply(x, partial(_reduce_scatter, group=group), gather)
+
+
+def replicate_sequence(x: Tensor, group: Group = None) -> Tensor:
+    """Gather the tokens of all ranks, which then compute the same; backward keeps the own part.
+
+    Shapes:  [batch, seq/tp, hidden] -> [batch, seq, hidden]
+    Cost:    one all_gather forward, nothing backward
+    Adjoint: own_sequence, if each rank's gradient is the whole one
+    """
+    gather = partial(all_gather, dim=SEQUENCE, group=group)
+    return _Boundary.apply(x, gather, partial(own_shard, dim=SEQUENCE, group=group))
+
+
+def own_sequence(x: Tensor, group: Group = None) -> Tensor:
+    """Keep this rank's tokens of an x that all ranks hold; backward gathers the gradient.
+
+    Shapes:  [batch, seq, hidden] -> [batch, seq/tp, hidden]
+    Cost:    nothing forward, one all_gather backward
+    Adjoint: replicate_sequence
+    """
+    gather = partial(all_gather, dim=SEQUENCE, group=group)
+    return _Boundary.apply(x, partial(own_shard, dim=SEQUENCE, group=group), gather)
 
 
 def gather_columns(x: Tensor, num_columns: int, group: Group = None) -> Tensor:

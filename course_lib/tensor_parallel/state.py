@@ -16,6 +16,7 @@ from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, ShapeError
 from course_lib.core.shards import Shard
 from course_lib.models.gpt import Attention
+from course_lib.models.moe import MoE
 from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.tensor_parallel.layers import ShardedLayer
 from course_lib.tensor_parallel.regions import ShardAxis, gather_whole, own_shard
@@ -70,7 +71,8 @@ def partial_params(model: nn.Module) -> dict[nn.Parameter, ShardAxis | None]:
 
     The norm of each query and key has seen this rank's heads, and a head of keys or values that
     several ranks hold has seen the queries of one. With sequence parallelism norms, positions and
-    the biases of row-parallel layers have seen only this rank's tokens, too.
+    the biases of row-parallel layers have seen only this rank's tokens, too; but in a layer of
+    experts every rank has routed all of them.
 
     Raises:  CourseError for a model that is not split
     """
@@ -79,10 +81,11 @@ def partial_params(model: nn.Module) -> dict[nn.Parameter, ShardAxis | None]:
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     per_head = {p for one in attentions for norm in (one.q_norm, one.k_norm)
                 for p in norm.parameters()}  # fmt: skip
+    routed = {p for one in model.modules() if isinstance(one, MoE) for p in one.parameters()}
     found: dict[nn.Parameter, ShardAxis | None] = {}
     for param in model.parameters():
         how = splits.get(param)
-        seen = layers[0].sequence_parallel or param in per_head
+        seen = (layers[0].sequence_parallel and param not in routed) or param in per_head
         if (seen and how is None) or (how is not None and how.copies > 1):
             found[param] = how
     return found

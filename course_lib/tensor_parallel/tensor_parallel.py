@@ -23,6 +23,7 @@ from course_lib.core.errors import CourseError, MeshError
 from course_lib.data_parallel.composition import check_wrappable
 from course_lib.data_parallel.guarded import SplitParameter, guard
 from course_lib.models.gpt import GPT, MLP, Attention, Dropout
+from course_lib.models.moe import MoE
 from course_lib.tensor_parallel.finish_watch import watch_finish
 from course_lib.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -32,7 +33,7 @@ from course_lib.tensor_parallel.layers import (
     VocabParallelHead,
     columns_together,
 )
-from course_lib.tensor_parallel.regions import all_gather
+from course_lib.tensor_parallel.regions import all_gather, own_sequence, replicate_sequence
 from course_lib.tensor_parallel.state import partial_params
 
 
@@ -81,7 +82,8 @@ def parallelize(
     parallel_token_loss(logits, targets, mesh.get_group()).backward()
     finish_gradients(model)  # for sequence parallelism, normed heads and shared ones
 
-    sequence_parallel  norms, dropout and the residual stream hold seq/tp tokens per rank
+    sequence_parallel  norms, dropout and the residual stream hold seq/tp tokens per rank; a layer
+                       of experts gathers all of them, which each rank then routes
     gather_output      logits [batch, seq, vocab] on every rank, for `token_loss`
     overlap            backward sums the gradient of each region's input while it computes the
                        gradients of the weights: equal to the last bit (not under autocast); with
@@ -98,12 +100,17 @@ def parallelize(
     before = [*model.parameters()]
     options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
     _split_ends(model, options, gather_output=gather_output, overlap=overlap)
+    routed = {part for one in model.modules() if isinstance(one, MoE) for part in one.modules()}
     for module in list(model.modules()):
         if isinstance(module, Attention):
             _split_pair(module, ("q", "k", "v"), options, overlap)
             module.dropout = ShardedDropout(module.dropout.p, group)
         elif isinstance(module, MLP):
-            _split_pair(module, ("gate", "up"), options, overlap)
+            own = sequence_parallel and module not in routed
+            _split_pair(module, ("gate", "up"), options | {"sequence_parallel": own}, overlap)
+        elif isinstance(module, MoE) and sequence_parallel:
+            module.register_forward_pre_hook(partial(_gather_in_front, group))
+            module.register_forward_hook(partial(_keep_own, group))
     if sequence_parallel:
         for part in (model, *model.blocks):
             part.add_module("dropout", ShardedDropout(part.dropout.p, group))
@@ -174,6 +181,16 @@ def _compute_columns(
 def _own_rows(group: Group, positions: nn.Module, args: Any, rows: Tensor) -> Tensor:
     """Return the position rows of this rank's tokens: [seq, hidden] -> [seq/tp, hidden]."""
     return rows.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+def _gather_in_front(group: Group, layer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """Give a layer of experts the tokens of all ranks: each routes all of them, alike."""
+    return (replicate_sequence(args[0], group),)
+
+
+def _keep_own(group: Group, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
+    """Keep this rank's tokens of a layer's output: [batch, seq, hidden] -> [..., seq/tp, ...]."""
+    return own_sequence(y, group)
 
 
 # --- checks

@@ -204,7 +204,6 @@ def _check_experts(config: Any) -> None:
                 ep > 1 and not name.startswith(OVER_EXPERTS)
             ),
             "--strategy megatron: need a dense model": name == "megatron",
-            "--sequence-parallel: need a dense model": config.sequence_parallel,
             "--optimizer muon: need ep=1": config.optimizer == "muon" and ep > 1,
             "--bias-step: need a router of sigmoids": (
                 config.bias_step and model.experts.router != "sigmoid"

@@ -8,10 +8,10 @@ import pytest
 from course_lib.core import CourseError, ShapeError
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS
+from course_lib.core.specs import capacity_of
 from course_lib.cost.params import params_on_rank
 from course_lib.expert_parallel.cost import (
     RoutedSizes,
-    capacity_of,
     dropped_share,
     exchange_bytes,
     expert_tensor_bytes,
@@ -92,7 +92,7 @@ def test_the_fullest_rank_decides():
 def test_what_is_dropped_is_what_no_place_is_left_for(factor):
     draw = random.Random(0)
     choices = draw.choices(range(4), weights=[5, 2, 1, 1], k=90)
-    places, dropped = [capacity_of(45, 2, 4, factor)] * 4, 0
+    places, dropped = [capacity_of(90, 4, factor)] * 4, 0
     for expert in choices:
         places[expert] -= 1
         dropped += places[expert] < 0

@@ -91,6 +91,7 @@ EXPERTS = [
     ("naive-dp", 4, 1, 1, CLIP | {"ep": 2}),
     ("ddp", 2, 1, 2, CLIP | {"ep": 2, "schedule": "zb-h1"}),
     ("ddp", 2, 2, 1, CLIP | {"ep": 2}),
+    ("ddp", 2, 2, 1, CLIP | SP | {"ep": 2}),
     ("zero1", 4, 1, 1, CLIP | {"ep": 4}),
     ("zero2", 4, 1, 1, CLIP | {"ep": 2}),
     ("zero3", 2, 2, 1, CLIP | {"ep": 2}),
@@ -100,11 +101,13 @@ EXPERTS = [
     ("ddp", 2, 1, 1, CLIP | {"cp": 2, "ep": 2}),
     ("fsdp", 1, 1, 1, CLIP | {"cp": 4, "ep": 2, "cp_form": "all_gather"}),
     ("torch-ddp", 2, 1, 1, CLIP),
+    ("fsdp", 2, 2, 1, CLIP | SP | {"ep": 2}),
+    ("single", 1, 2, 2, CLIP | SP | {"schedule": "zb-h1"}),
 ]
 EIGHT = [
     ("fsdp", 2, 1, 2, CLIP | RING),
     ("fsdp", 4, 1, 2, CLIP | {"ep": 2, "model": ROUTED}),
-    ("zero1", 4, 2, 1, CLIP | {"ep": 4, "model": ROUTED}),
+    ("zero1", 4, 2, 1, CLIP | SP | {"ep": 4, "model": ROUTED}),
     ("ddp", 2, 2, 1, CLIP | SP | {"cp": 2, "model": SHARED}),
     ("zero2", 1, 2, 2, CLIP | GATHER | {"model": UNTIED}),
     ("ddp", 2, 2, 2, CLIP | SP),

@@ -1,5 +1,6 @@
 """Exercise 4 of 16_experts: an auxiliary loss, and a bias that is moved against the load."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from course_lib.checks.cases import Case, Cases
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.properties import CALLERS, TRAINS
 
 MOST = 1.1  # the fullest of 4 ranks, in tokens of the last batches, divided by the mean
 STREAMS = (
@@ -57,7 +59,34 @@ MEANT = Cause("The bias is never moved: then a skewed stream stays skewed.")
 ONE_NUMBER = Cause("The auxiliary loss is one number, a tensor of shape [].")
 GRADIENT = Cause("The loss needs a gradient for the probabilities: compute with tensors only.")
 DTYPE = Cause("Keep the dtype of what you were given.")
-NEW = Cause("The bias before the step belongs to the caller: return a new one.")
+OF_A_STREAM = ("zeroes its input", "empties the list")
+
+
+class Following(Cases):
+    """Cases of an answer that calls two functions, which leave what they are given as it was."""
+
+    def _result(self, answer: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        names = getattr(answer, "__globals__", {})
+        own = {name: names[name] for name in ("auxiliary_loss", "moved_bias") if name in names}
+        names |= {name: _keeping(one) for name, one in own.items()}
+        try:
+            return super()._result(answer, arguments)
+        finally:
+            names |= own
+
+
+def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which raises CheckFailed if a tensor that it was given has changed."""
+
+    def kept(*given: Any, **named: Any) -> Any:
+        tensors = [one for one in (*given, *named.values()) if isinstance(one, Tensor)]
+        before = [one.detach().clone() for one in tensors]
+        result = function(*given, **named)
+        if not all(map(torch.equal, tensors, before)):
+            raise failed("a tensor that your function was given has changed", CALLERS)
+        return result
+
+    return kept
 
 
 def _plain(result: Any, stream: list[Tensor], top_k: int, step: float) -> dict[str, Any]:
@@ -99,10 +128,11 @@ BALANCE = Exercise(
     key="experts-4",
     title="two rules that balance",
     library=("course_lib.models.moe:aux_loss", "course_lib.models.moe:move_bias"),
-    check=Cases(
+    check=Following(
         cases=_cases,
         show=_plain,
         rtol=1e-10,
+        unchanged=CALLERS,
         look="Go through it with the example: 4 tokens, 2 experts. Then think of k: all choices of "
         "a token count. An expert that has exactly the mean is not moved. Keep the dtypes.",
         success="Both rules are right, and the bias balances a skewed stream within 10 %.",
@@ -129,6 +159,13 @@ BALANCE = Exercise(
         Edit(BIAS_CODE, "bias + step * (1 / len(load) - load).sign()", FROM_MEAN),
         Edit(BIAS_CODE, "step * (load.mean() - load).sign()", ADDS_UP),
         Edit(BIAS_CODE, "bias", MEANT),
-        Edit(BIAS_CODE, "bias.add_(step * (load.mean() - load).sign())", NEW),
+        Edit(BIAS_CODE, "bias.add_(step * (load.mean() - load).sign())", CALLERS),
+        Edit(f"return {BIAS_CODE}", f"experts.zero_()\nreturn {BIAS_CODE}", CALLERS),
+        Edit(
+            f"return {LOSS_CODE}",
+            f"loss = {LOSS_CODE}\nprobabilities.data.zero_()\nreturn loss",
+            CALLERS,
+        ),
+        *(one for one in TRAINS if one.name in OF_A_STREAM),
     ),
 )
