@@ -23,7 +23,7 @@ from course_lib.core.errors import CourseError
 from course_lib.core.shards import Box, Shard
 from course_lib.debugging.kept_values import OfStep, keep_values, kept_path
 from course_lib.debugging.sketches import added, bit_hash, sketch
-from course_lib.debugging.value_records import Axes, Value, values_path, write_head
+from course_lib.debugging.value_records import Axes, Value, forget_values, values_path, write_head
 
 ROOT = "model"  # the name of the model's own output
 
@@ -34,8 +34,9 @@ class ValueRecording:
     module      whose submodules are recorded by name
     model       says which shards of the whole model this rank has: the module itself, its wrapper,
                 or a `ModelPart`
-    first_step  the number of the first step
+    first_step  the number of the first step; a run that resumes there has a file of its own
     values_of   steps whose values are kept, too
+    restarted   the same run was started again: what it repeats is recorded anew
 
     Raises: CourseError for a folder that has the record of another run
     """
@@ -49,14 +50,17 @@ class ValueRecording:
         axes: Axes | None = None,
         first_step: int = 0,
         values_of: Collection[int] = (),
+        restarted: bool = False,
     ) -> None:
         is_alone = not (dist.is_available() and dist.is_initialized())
         rank, world_size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
         self.model, self.step, self._calls = model or module, first_step, Counter[Any]()
         self._folder, self._rank = Path(folder), rank
         self._values_of, self._kept = values_of, dict[OfStep, list[Tensor]]()
-        path = values_path(self._folder, rank)
+        path = values_path(self._folder, rank, first_step)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if restarted:
+            forget_values(self._folder, rank, first_step)
         if path.exists():
             raise CourseError(
                 f"{path}: need a folder without recorded values; this file is there. "

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from course_lib.core.errors import CourseError
-from course_lib.core.records import COMMUNICATION_KINDS, COMPUTE_KINDS, Event, RunRecord, read_runs
+from course_lib.core.records import COMMUNICATION_KINDS, COMPUTE_KINDS, Event, RunRecord
 from course_lib.core.trace_reading import Interval, merged, within
 from course_lib.core.units import format_seconds
 
@@ -113,34 +113,73 @@ def time_report(folder: Path) -> TimeReport:
     """Return where the time of the run went whose records are in the folder.
 
     Of a run record, the events of the last steps are there; only steps that they cover count. All
-    ranks' clocks are those of the run (`RunRecord`).
+    ranks' clocks are those of the run (`RunRecord`). A run that was resumed has records of each
+    part: those on as many ranks as the last one are joined, and a step counts once.
 
     Raises: CourseError for a folder without run records of all ranks, with events
     """
-    records = sorted(read_runs(folder), key=lambda one: one.rank)
-    ranks, size = [one.rank for one in records], records[0].world_size if records else 0
-    if not records or ranks != list(range(size)):
-        got = f"those of ranks {', '.join(map(str, ranks))} of {size}" if records else "none"
-        raise CourseError(
-            f"{folder}: need the run records of all ranks of one run, rank0.jsonl and so on; got "
-            f"{got}. Try python -m course_lib.train --ranks 2 --out runs/NAME."
-        )
-    steps = [_covered(record) for record in records]
-    common = set.intersection(*({step["step"] for step in own} for own in steps))
-    if not common:
+    parts = _parts(folder)
+    size = parts[-1][0].world_size
+    found, seen = list[tuple[dict[int, list[Event]], list[float]]](), set[int]()
+    for records in reversed(parts):
+        if records[0].world_size == size:
+            found.append(_common(records, seen))
+    num_steps = len(seen)
+    if not num_steps:
         raise CourseError(
             f"{folder}: need events of a step of all ranks; there are none. Try a run of "
             "course_lib.train on 2 ranks or more, or course_lib.ranks.record."
         )
-    times = {}
-    inside: dict[int, list[Event]] = {}
+    times = [RankTime(rank, 0.0) for rank in range(size)]
+    last, num_calls = Counter[int](), 0
+    for inside, lengths in found:
+        for one, length in zip(times, lengths, strict=True):
+            one.step_s += length / num_steps
+        in_part, num = _share_out(inside, times, num_steps)
+        last, num_calls = last + in_part, num_calls + num
+    return TimeReport(num_steps, num_calls, last, times)
+
+
+def _parts(folder: Path) -> list[list[RunRecord]]:
+    """Return the records of all ranks, for each part of a run that was resumed.
+
+    Raises: CourseError where those of a rank are missing, or where there are several runs
+    """
+    parts: dict[tuple[Path, int], list[RunRecord]] = defaultdict(list)
+    for path in sorted(folder.rglob("*.jsonl")):
+        begins = path.stem.partition("-from")[2]
+        parts[path.parent, int(begins) if begins.isdigit() else 0].append(RunRecord.read(path))
+    for records in parts.values():
+        records.sort(key=lambda one: one.rank)
+    for records in parts.values() or [[]]:
+        ranks, size = [one.rank for one in records], records[0].world_size if records else 0
+        if not records or ranks != list(range(size)):
+            got = f"those of ranks {', '.join(map(str, ranks))} of {size}" if records else "none"
+            raise CourseError(
+                f"{folder}: need the run records of all ranks of one run, rank0.jsonl and so on; "
+                f"got {got}. Try python -m course_lib.train --ranks 2 --out runs/NAME."
+            )
+    if len(runs := sorted({parent.name for parent, _ in parts})) > 1:
+        raise CourseError(
+            f"{folder}: need the run records of one run; got those in {', '.join(runs)}. "
+            f"Try {next(iter(parts))[0]}."
+        )
+    return [records for _, records in sorted(parts.items())]
+
+
+def _common(
+    records: Sequence[RunRecord], seen: set[int]
+) -> tuple[dict[int, list[Event]], list[float]]:
+    """Return each rank's events in the steps that all have and that are new, and their seconds."""
+    steps = [_covered(record) for record in records]
+    common = set.intersection(*({int(step["step"]) for step in own} for own in steps)) - seen
+    seen |= common
+    inside, lengths = {}, []
     for record, own in zip(records, steps, strict=True):
-        chosen = [step for step in own if step["step"] in common]
-        spans = [(step["start_s"], step["end_s"]) for step in chosen]
+        spans = [(step["start_s"], step["end_s"]) for step in own if step["step"] in common]
         inside[record.rank] = [one for one in record.events if _is_in(one, spans)]
-        times[record.rank] = RankTime(record.rank, _length(spans) / len(common))
-    last, num_calls = _share_out(inside, times, len(common))
-    return TimeReport(len(common), num_calls, last, list(times.values()))
+        lengths.append(_length(spans))
+    return inside, lengths
 
 
 def _covered(record: RunRecord) -> list[dict[str, float]]:
@@ -158,23 +197,23 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def _share_out(
-    inside: dict[int, list[Event]], times: dict[int, RankTime], num_steps: int
+    inside: dict[int, list[Event]], times: Sequence[RankTime], num_steps: int
 ) -> tuple[Counter[int], int]:
-    """Fill in what each rank does; return how often each was last, and the number of calls."""
+    """Add what each rank does; return how often each was last, and the number of calls."""
     waits, transfers, last, num_calls = _calls(inside)
-    for rank, own in times.items():
+    for rank, own in enumerate(times):
         spans = merged((e.start_s, e.end_s) for e in inside[rank] if e.kind in COMPUTE_KINDS)
         blocked = merged((e.start_s, e.end_s) for e in inside[rank] if e.kind == "wait")
         busy = list(_without(spans, blocked))
         taken = busy
         for late, intervals in sorted(waits[rank].items()):
             exposed = list(_without(merged(intervals), taken))
-            own.waits_s[late] = _length(exposed) / num_steps
+            own.waits_s[late] = own.waits_s.get(late, 0.0) + _length(exposed) / num_steps
             taken = merged([*taken, *exposed])
-        own.transfer_s = _length(_without(merged(transfers[rank]), taken)) / num_steps
-        own.compute_s = _length(busy) / num_steps
+        own.transfer_s += _length(_without(merged(transfers[rank]), taken)) / num_steps
+        own.compute_s += _length(busy) / num_steps
         optimizer = (e.end_s - e.start_s for e in inside[rank] if e.kind == "optimizer")
-        own.optimizer_s = sum(optimizer) / num_steps
+        own.optimizer_s += sum(optimizer) / num_steps
     return last, num_calls
 
 

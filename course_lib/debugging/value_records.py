@@ -1,13 +1,15 @@
 """The record of the values of a run: one file of JSON lines per rank, `rank0.values`.
 
 The first line describes the rank; each other one is a `Value`: what a tensor was in a phase of a
-step, as a hash and a sketch. The order of the lines is the order of computation.
+step, as a hash and a sketch. The order of the lines is the order of computation. A run that goes on
+at step 25 writes a file of its own, `rank0-from25.values`; reading joins them by step.
 """
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -57,17 +59,33 @@ class Value:
 
 @dataclass(frozen=True)
 class RankValues:
-    """What one rank has recorded; `axes` has its index and the size of each axis of the mesh."""
+    """What one rank has recorded; `axes` has its index and the size of each axis of the mesh.
+
+    first_step   where this part of a run began
+    """
 
     rank: int
     world_size: int
     axes: Axes = field(default_factory=dict)
     values: dict[tuple[int, str, str, int], Value] = field(default_factory=dict)
+    first_step: int = 0
 
 
-def values_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's file."""
-    return folder / f"rank{rank}.values"
+def values_path(folder: Path, rank: int, first_step: int = 0) -> Path:
+    """Return the path of a rank's file; a run that resumed has one for each part."""
+    return folder / (f"rank{rank}" + (f"-from{first_step}" if first_step else "") + ".values")
+
+
+def _first_step(path: Path) -> int:
+    begins = path.stem.partition("-from")[2]
+    return int(begins) if begins.isdigit() else 0
+
+
+def forget_values(folder: Path, rank: int, step: int) -> None:
+    """Delete a rank's files of the parts that a run beginning at `step` will repeat."""
+    for path in [values_path(folder, rank), *folder.glob(f"rank{rank}-from*.values")]:
+        if _first_step(path) >= step:
+            path.unlink(missing_ok=True)
 
 
 def write_head(file: TextIO, rank: int, world_size: int, axes: Axes) -> None:
@@ -77,9 +95,10 @@ def write_head(file: TextIO, rank: int, world_size: int, axes: Axes) -> None:
 
 
 def read_values(folder: Path) -> list[RankValues]:
-    """Return what all ranks of a run have recorded, by rank.
+    """Return what all ranks of a run have recorded, by rank; parts after a resume are joined.
 
-    Raises: CourseError for a folder without a whole record, and for a line that cannot be read
+    Raises: CourseError for a folder without a whole record, for parts on other meshes, and for a
+    line that cannot be read
     """
     paths = sorted(folder.glob("rank*.values"))
     if not paths:
@@ -87,7 +106,8 @@ def read_values(folder: Path) -> list[RankValues]:
             f"{folder}: need a folder with the recorded values of a run, rank0.values and so on; "
             "there are none. Try python -m course_lib.train --record-values FOLDER."
         )
-    found = sorted((_read(path) for path in paths), key=lambda one: one.rank)
+    parts = sorted((_read(path) for path in paths), key=lambda one: (one.rank, one.first_step))
+    found = [_joined(list(own)) for _, own in groupby(parts, key=lambda one: one.rank)]
     ranks, size = [one.rank for one in found], found[0].world_size
     if ranks != list(range(size)):
         raise CourseError(
@@ -95,6 +115,22 @@ def read_values(folder: Path) -> list[RankValues]:
             f"{', '.join(map(str, ranks))}. Copy the missing ones, or record into an empty folder."
         )
     return found
+
+
+def _joined(parts: Sequence[RankValues]) -> RankValues:
+    """Return the record of a rank from its parts; what a later part repeats is the later one's."""
+    values: dict[tuple[int, str, str, int], Value] = {}
+    for number, part in enumerate(parts):
+        before = parts[number - 1] if number else part
+        if (before.world_size, before.axes) != (part.world_size, part.axes):
+            raise CourseError(
+                f"rank {part.rank}: need a record on one mesh; got {before.axes} up to step "
+                f"{part.first_step}, and {part.axes} after it. Try to move the files of one part "
+                "to a folder of their own."
+            )
+        kept = {key: value for key, value in values.items() if key[0] < part.first_step}
+        values = kept | part.values
+    return replace(parts[0], values=values)
 
 
 def _read(path: Path) -> RankValues:
@@ -106,7 +142,7 @@ def _read(path: Path) -> RankValues:
             number += 1
             plain = json.loads(lines[number - 1])
             if record is None:
-                record = _head(plain)
+                record = replace(_head(plain), first_step=_first_step(path))
             else:
                 value = _value(plain)
                 record.values[value.key] = value

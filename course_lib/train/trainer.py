@@ -278,7 +278,7 @@ class Trainer:
         if config.uses_framework:
             identity["ranks"] = self.record.world_size  # each has files of its own
         self.checkpoints = RunCheckpoints(config, identity)
-        restarted = any(from_all(was_restarted, None))  # ranks that join others may be new
+        restarted = self._restarted = any(from_all(was_restarted, None))  # others may be new
         from_first(lambda: check_files(config, restarted), None)
         folder, has_folder = Path(config.out or ""), config.out is not None
         if has_folder:
@@ -309,6 +309,7 @@ class Trainer:
             model=self.adapter.state()["model"],
             axes={axis: (mesh.index(axis), mesh.size(axis)) for axis in mesh.mesh.sizes},
             first_step=self.progress.step,
+            restarted=self._restarted,
         )
 
     def _hold(self, lock: BinaryIO) -> None:

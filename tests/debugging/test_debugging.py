@@ -263,6 +263,37 @@ def test_a_second_record_needs_another_folder(right):
         recorded(right)
 
 
+def in_two_parts(rank, folder, restart_count):
+    config = replace(RUN, steps=4, save_every=2, out=str(folder / "out"))
+    config = replace(config, record_values=str(folder / "values"))
+    train(rank, replace(config, steps=2))
+    if restart_count == "1":  # it has come further, and crashed there
+        for first_step in (2, 3):
+            (folder / "values" / f"rank0-from{first_step}.values").write_text("spoilt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", restart_count)
+        train(rank, replace(config, resume=restart_count == "0"))
+    train(rank, replace(RUN, steps=4, record_values=str(folder / "straight")))
+
+
+@pytest.mark.parametrize("restart_count", ["0", "1"])
+def test_a_run_that_goes_on_goes_on_recording(pools, tmp_path, restart_count):
+    pools(1).run(in_two_parts, tmp_path, restart_count)
+    assert (tmp_path / "values" / "rank0-from2.values").exists()
+    found = compare_runs(tmp_path / "values", tmp_path / "straight")
+    assert found.first is None, str(found)
+    assert {step for step, _ in found.num_compared} == {0, 1, 2, 3}
+
+
+def test_parts_on_other_meshes_are_not_joined(right, tmp_path):
+    one = (right / "rank0.values").read_text()
+    (tmp_path / "rank0.values").write_text(one)
+    later = one.replace('"axes": {"dp": [0, 1]}', '"axes": {"tp": [0, 1]}')
+    (tmp_path / "rank0-from2.values").write_text(later)
+    with pytest.raises(CourseError, match=r"rank 0: need a record on one mesh; got .*'dp'.*'tp'"):
+        compare_runs(tmp_path, right)
+
+
 def test_the_command(right, tmp_path):
     def ran(*words):
         done = CliRunner().invoke(app, ["diff", *map(str, words)])

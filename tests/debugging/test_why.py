@@ -89,3 +89,27 @@ def test_a_folder_without_all_ranks_is_one_sentence(ranks, told, tmp_path):
     written(tmp_path, [record(rank, 0.8) for rank in ranks])
     with pytest.raises(CourseError, match=told):
         time_report(tmp_path)
+
+
+def test_a_run_that_was_resumed_is_joined_by_step(tmp_path):
+    written(tmp_path, [record(0, 0.3), record(1, 0.2), record(2, 0.8)])
+    for rank, compute_s in ((0, 0.5), (1, 0.4), (2, 0.2)):
+        later = record(rank, compute_s)
+        later.steps = [{**step, "step": step["step"] + 1} for step in later.steps]
+        later.write(tmp_path / f"rank{rank}-from1.jsonl")
+    found = time_report(tmp_path)  # step 1 is in both: that of the later part counts
+    assert found.num_steps == 3
+    assert [one.compute_s for one in found.ranks] == pytest.approx(
+        [(0.3 + 2 * 0.5) / 3, (0.2 + 2 * 0.4) / 3, (0.8 + 2 * 0.2) / 3]
+    )
+    assert [one.step_s for one in found.ranks] == pytest.approx([1.0] * 3)
+    assert found.ranks[0].waits_s == {2: pytest.approx(0.5 / 3)}
+    assert found.ranks[2].waits_s == {0: pytest.approx(2 * 0.3 / 3)}
+    assert (found.num_calls, found.last) == (3, {2: 1, 0: 2})
+    (tmp_path / "other").mkdir()
+    record(0, 0.8, run=RUN).write(tmp_path / "other" / "rank0.jsonl")
+    with pytest.raises(CourseError, match="got those of ranks 0 of 3"):
+        time_report(tmp_path)
+    written(tmp_path / "other", [record(rank, 0.8) for rank in range(3)])
+    with pytest.raises(CourseError, match="need the run records of one run; got those in"):
+        time_report(tmp_path)
