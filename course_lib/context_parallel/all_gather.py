@@ -19,6 +19,7 @@ from course_lib.collectives.group import Group
 from course_lib.context_parallel.inputs import Placement, placement_of
 from course_lib.context_parallel.masks import sees, whole_of
 from course_lib.context_parallel.partial import wide
+from course_lib.models.gpt import fused
 from course_lib.ranks.recorder import span
 
 
@@ -49,12 +50,12 @@ def all_gather_attention(
     """
     placed = placement_of("all_gather_attention", q, k, v, group, causal, layout, seq, documents)
     keys, values = _GatherTokens.apply(torch.stack([k, v]), placed)
-    mask = None
+    how = {}
     if causal or documents is not None:
-        mask = sees(placed.own, whole_of(placed.held), causal)[:, None]
+        how["attn_mask"] = sees(placed.own, whole_of(placed.held), causal)[:, None].to(q.device)
     with span("forward", "all keys"):
         grouped = q.shape[1] > k.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=grouped)
+        return fused(q, keys, values, enable_gqa=grouped, **how)
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -67,9 +67,10 @@ def placement_of(
             f"sequence of {seq}; got {own}. Try shard(x, rank, p, layout, dim=2), and seq= where "
             "p does not divide the sequence."
         )
+    device = "cpu" if q.is_meta else q.device  # masks have numbers in a dry world, too
     tokens = [
         HeldTokens(
-            torch.tensor(one, device=q.device), None if documents is None else documents[:, one]
+            torch.tensor(one, device=device), None if documents is None else documents[:, one]
         )
         for one in held
     ]

@@ -29,7 +29,7 @@ def attend_block(
     Cost:    4 n m head_dim FLOP per head
     Source:  Rabe and Staats 2021 (Self-attention Does Not Need O(n^2) Memory)
     """
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
         scores = _scores(q, k, mask)  # [batch, kv_heads, group, n, m]
         lse = scores.logsumexp(dim=-1)
         o = _weights(scores, lse) @ _shared(v)
@@ -95,7 +95,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     scores = _grouped(q, k.shape[1]) @ _shared(k).mT / math.sqrt(q.shape[-1])
     if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, None], -math.inf)
+        scores = scores.masked_fill(~mask[:, None, None].to(scores.device), -math.inf)
     return scores
 
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from course_lib.collectives.group import Group
 from course_lib.context_parallel.inputs import Placement, placement_of
 from course_lib.context_parallel.masks import sees, whole_of
 from course_lib.core.errors import MeshError
+from course_lib.models.gpt import fused
 from course_lib.ranks.recorder import span
 
 
@@ -50,9 +50,11 @@ def ulysses_attention(
     placed = placement_of("ulysses_attention", q, k, v, group, causal, layout, seq, documents)
     q, k, v = heads_for_tokens(q, k, v, placed)
     tokens = whole_of(placed.held)
-    mask = sees(tokens, tokens, causal)[:, None] if causal or documents is not None else None
+    how = {}
+    if causal or documents is not None:
+        how["attn_mask"] = sees(tokens, tokens, causal)[:, None].to(q.device)
     with span("forward", "all tokens"):
-        o = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] > k.shape[1])
+        o = fused(q, k, v, enable_gqa=q.shape[1] > k.shape[1], **how)
     return tokens_for_heads(o, placed)
 
 

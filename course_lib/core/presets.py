@@ -118,6 +118,13 @@ _TINY = (
     _gpt("tiny", 64, 2, 4, vocab=256, max_seq=64),
     _gpt("small", 256, 4, 8, vocab=2048, max_seq=256),
     replace(
+        _llama("llama-tiny", 128, 4, 8, 384),
+        num_kv_heads=4,
+        vocab=256,
+        max_seq=256,
+        rope=Rope(),
+    ),
+    replace(
         _llama("moe-tiny", 64, 2, 8, 64),  # a small Mixtral
         num_heads=4,
         num_kv_heads=2,

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.models.moe import Routing, expert_order
+from course_lib.ranks.world import is_dry
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def dispatch(tokens: Tensor, routing: Routing, num_experts: int, group: Group = 
     """
     _check(tokens, routing, num_experts, group)
     slots, counts = expert_order(routing.experts, num_experts)
+    slots = slots.to(tokens.device)
     plan, held = _exchange_counts(slots, counts, routing.experts.shape[1], group)
     return Dispatched(_Dispatch.apply(tokens, plan), held, routing.weights, plan)
 
@@ -150,10 +152,12 @@ def _exchange_counts(
     p = dist.get_world_size(group)
     arriving = torch.empty_like(counts)  # [p * num_experts/p]: from each rank, for each own expert
     dist.all_to_all_single(arriving, counts, group=group)
+    if is_dry():  # the others send what this rank does
+        arriving = counts.view(p, -1)[dist.get_rank(group)].repeat(p)
     by_rank = arriving.view(p, -1)
     sizes = torch.stack([counts.view(p, -1).sum(1), by_rank.sum(1)]).tolist()  # one wait
     expert = torch.arange(by_rank.shape[1], device=counts.device).repeat(p)
-    by_expert = expert.repeat_interleave(arriving).argsort(stable=True)
+    by_expert = expert.repeat_interleave(arriving).argsort(stable=True).to(slots.device)
     sent, received = sizes
     return Exchange(group, slots // top_k, slots, sent, received, by_expert), by_rank.sum(0)
 

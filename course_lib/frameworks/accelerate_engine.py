@@ -6,6 +6,7 @@ checks what really runs. Notebook 10_fsdp.
 
 import logging
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,12 @@ def accelerate_ddp(model: nn.Module, make_optimizer: MakeOptimizer) -> Engine:
 
 
 def accelerate_deepspeed(
-    model: nn.Module, make_optimizer: MakeOptimizer, *, stage: int, **zero: Any
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    *,
+    stage: int,
+    clip_norm: float = 0.0,
+    **zero: Any,
 ) -> Engine:
     """Return the model under Accelerate's DeepSpeed plugin.
 
@@ -62,15 +68,18 @@ def accelerate_deepspeed(
     accelerate = _fresh(where)
     quiet_deepspeed(where)
     needed("transformers", where)
-    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=deepspeed_config(stage, **zero))
+    plugin = accelerate.DeepSpeedPlugin(
+        hf_ds_config=deepspeed_config(stage, clip_norm=clip_norm, **zero)
+    )
     gloo = accelerate.InitProcessGroupKwargs(backend="gloo")
     accelerator = accelerate.Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[gloo])
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
     _check(where, accelerator, "DEEPSPEED")
-    check_deepspeed(where, wrapped, stage)
+    check_deepspeed(where, wrapped, stage, clip_norm=clip_norm)
     weights = partial(gathered_weights, wrapped.module)
     name = f"Accelerate, DeepSpeed ZeRO-{stage}"
-    return _engine(name, accelerator, wrapped, optimizer, weights)
+    engine = _engine(name, accelerator, wrapped, optimizer, weights)
+    return replace(engine, clip=None)
 
 
 def accelerate_fsdp(
@@ -132,6 +141,7 @@ def _engine(name: str, accelerator: Any, model: Any, optimizer: Any, weights: An
         update=stepping(optimizer),
         weights=weights,
         optimizer=optimizer,
+        clip=partial(accelerator.clip_grad_norm_, [*model.parameters()]),
         save=accelerator.save_state,
         load=accelerator.load_state,
     )

@@ -36,6 +36,7 @@ def deepspeed_config(
     offload: bool = False,
     num_micro_batches: int = 1,
     micro_batch: int = 1,
+    clip_norm: float = 0.0,
     **zero: Any,
 ) -> dict[str, Any]:
     """Return a configuration with which DeepSpeed computes the same as PyTorch's own optimizer.
@@ -43,8 +44,9 @@ def deepspeed_config(
     offload   optimizer state and optimizer step on the CPU (stages 1 to 3)
     zero      more settings of "zero_optimization": reduce_bucket_size, overlap_comm, ...
 
-    Gradients are not clipped (elsewhere the default is a norm of 1), and each of PyTorch's
-    optimizers is accepted, also with offload.
+    clip_norm upper limit for the norm of the gradient; 0: none (elsewhere the default is 1)
+
+    Each of PyTorch's optimizers is accepted, also with offload.
 
     Raises: CourseError for a stage that does not exist
     """
@@ -58,7 +60,7 @@ def deepspeed_config(
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": num_micro_batches,
-        "gradient_clipping": 0.0,
+        "gradient_clipping": clip_norm,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET, **target, **zero},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
@@ -72,6 +74,7 @@ def deepspeed_engine(
     stage: int,
     offload: bool = False,
     num_micro_batches: int = 1,
+    clip_norm: float = 0.0,
     **zero: Any,
 ) -> Engine:
     """Return the model under DeepSpeed's ZeRO at a stage, on all ranks of the running world.
@@ -99,10 +102,14 @@ def deepspeed_engine(
         model=model,
         optimizer=make_optimizer(model.parameters()),
         config=deepspeed_config(
-            stage, offload=offload, num_micro_batches=num_micro_batches, **zero
+            stage,
+            offload=offload,
+            num_micro_batches=num_micro_batches,
+            clip_norm=clip_norm,
+            **zero,
         ),
     )
-    check_deepspeed(where, engine, stage, offload)
+    check_deepspeed(where, engine, stage, offload, clip_norm)
     return Engine(
         name=f"DeepSpeed ZeRO-{stage}" + " + offload" * offload,
         model=engine,
@@ -149,15 +156,17 @@ def choose_device() -> bool:
     return on_cpu
 
 
-def check_deepspeed(where: str, engine: Any, stage: int, offload: bool = False) -> None:
-    """Check that an engine shards at that stage over all ranks.
+def check_deepspeed(
+    where: str, engine: Any, stage: int, offload: bool = False, clip_norm: float = 0.0
+) -> None:
+    """Check that an engine shards at that stage over all ranks, and clips at that norm.
 
     Raises: CourseError where it does not
     """
     must_be(where, "the stage", stage, engine.zero_optimization_stage())
     must_be(where, "offload", offload, bool(engine.zero_offload_optimizer()))
     must_be(where, "the number of ranks", dist.get_world_size(), engine.dp_world_size)
-    must_be(where, "clipping", 0.0, engine.gradient_clipping())
+    must_be(where, "clipping", clip_norm, engine.gradient_clipping())
 
 
 def gathered_weights(module: nn.Module) -> dict[str, Tensor]:

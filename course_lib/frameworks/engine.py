@@ -57,6 +57,7 @@ class Engine:
     update     the optimizer step, then clearing of the gradients
     weights    returns the whole weights under the plain model's names; every rank has to call it
     optimizer  whose `param_groups` have the learning rate
+    clip       scales the whole gradient before `update`, returns its norm; None: `update` does it
     save, load everything to or from a folder, in the framework's own format; every rank calls them
     """
 
@@ -66,6 +67,7 @@ class Engine:
     update: Callable[[], Any]
     weights: Callable[[], dict[str, Tensor]]
     optimizer: Any = None
+    clip: Callable[[float], Any] | None = None
     save: Callable[[str], Any] | None = None
     load: Callable[[str], Any] | None = None
 

@@ -113,6 +113,10 @@ def _engine(name: str, fabric: Any, model: Any, optimizer: Any, weights: Any) ->
     def load(folder: str) -> None:
         fabric.load(f"{folder}/{FILE}", {"model": model, "optimizer": optimizer})
 
+    def clip(max_norm: float) -> Any:
+        how = {"max_norm": max_norm, "error_if_nonfinite": False}
+        return fabric.clip_gradients(model, optimizer, **how)
+
     return Engine(
         name=name,
         model=model,
@@ -120,6 +124,7 @@ def _engine(name: str, fabric: Any, model: Any, optimizer: Any, weights: Any) ->
         update=stepping(optimizer),
         weights=weights,
         optimizer=optimizer,
+        clip=clip,
         save=save,
         load=load,
     )

@@ -264,6 +264,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) 
     """
     if q.is_meta:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        if "attn_mask" in options:  # where True means seen, PyTorch makes numbers of it
+            options["attn_mask"] = options["attn_mask"].to(q.dtype)
         return flash(q, k, v, **options)[0]
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
 

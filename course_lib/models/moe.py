@@ -56,11 +56,26 @@ class Router(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(-1) if self.bias is None else logits.sigmoid()
         ranked = scores if self.bias is None else scores + self.bias
-        chosen = ranked.topk(self.experts.active, dim=-1).indices
-        weights = scores.gather(-1, chosen)
+        chosen = self.choose(ranked)
+        weights = scores.gather(-1, chosen.to(scores.device))
         if self.experts.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return Routing(chosen, weights, scores)
+
+    def choose(self, ranked: Tensor) -> Tensor:
+        """Return the experts of each token, the best first; on the meta device an even load.
+
+        Shapes:  [tokens, num_experts] -> [tokens, top_k] int64
+        """
+        if ranked.is_meta:
+            return evenly_chosen(len(ranked), self.experts)
+        return ranked.topk(self.experts.active, dim=-1).indices
+
+
+def evenly_chosen(num_tokens: int, experts: Experts) -> Tensor:
+    """Return experts for tokens, all in turn: [tokens, top_k] int64, on the CPU."""
+    copies = torch.arange(num_tokens * experts.active, device="cpu")
+    return (copies % experts.count).view(num_tokens, experts.active)
 
 
 class ExpertList(nn.ModuleList):
@@ -132,7 +147,8 @@ class MoE(nn.Module):
 
     def record(self, routing: Routing) -> Tensor:
         """Keep the load of a forward; return its auxiliary loss, with its graph."""
-        self.tokens_per_expert = count_tokens(routing.experts, routing.scores.shape[1])
+        counts = count_tokens(routing.experts, routing.scores.shape[1])
+        self.tokens_per_expert = counts.to(routing.scores.device)
         loss = aux_loss(routing)
         self.aux_loss = loss.detach()
         return loss
@@ -143,6 +159,7 @@ class MoE(nn.Module):
         Shapes:  [tokens, hidden] and Routing -> [tokens, hidden]
         """
         order, counts = expert_order(routing.experts, len(self.experts))
+        order = order.to(tokens.device)
         inputs = tokens[order // routing.experts.shape[1]]  # [sent, hidden], expert by expert
         outputs = self.experts(inputs, counts) * routing.weights.flatten()[order][:, None]
         own = outputs.new_zeros(tokens.shape)
@@ -218,7 +235,7 @@ def aux_loss(routing: Routing, tokens_per_expert: Tensor | None = None) -> Tenso
     shares = tokens_per_expert / tokens_per_expert.sum().clamp(min=1)
     scores = routing.scores / routing.scores.sum(-1, keepdim=True)
     means = scores.sum(0) / max(len(scores), 1)
-    return num_experts * (shares.to(scores.dtype) * means).sum()
+    return num_experts * (shares.to(scores) * means).sum()
 
 
 def move_bias(bias: Tensor, tokens_per_expert: Tensor, step: float) -> Tensor:

@@ -103,6 +103,8 @@ def run(options: dict[str, Any], arguments: Sequence[str]) -> int:
         if world_size_from_torchrun():
             return work(config)
         stop_s = SAVE_S if config.save_every else STOP_S
+        if num_ranks > 1 and config.every:
+            print(f"starting {num_ranks} ranks with {config.strategy} ...", flush=True)
         code = work(config) if num_ranks == 1 else run_ranks(num_ranks, config, stop_s)
         if code in PREEMPTED and config.save_every:
             code = REQUEUE

@@ -1,7 +1,8 @@
 """A run without running it: what one step would hold and send on each kind of rank.
 
 The trainer's own lines go through two steps as one rank of a `dry_world`, on the meta device, for
-one rank of each pipeline stage that differs: the ranks of a stage hold and send alike.
+one rank of each pipeline stage that differs: the ranks of a stage hold and send alike. The tokens
+of a rank go to all experts in turn.
 """
 
 from collections import defaultdict
@@ -37,6 +38,7 @@ MOST_STAGES = 4  # of which each is looked at
 class Traffic:
     """Messages of one kind along one axis in a step of a rank.
 
+    axis         of the mesh, or several: "dp x cp"
     num_bytes    of the whole tensors: the gathered one of an all_gather, as in `Event`
     sent_bytes   that a ring, or the message itself, sends from this rank
     """
@@ -82,12 +84,6 @@ def check_dry(config: TrainConfig) -> None:
         raise CourseError(
             f"--dry-run: need a strategy of the course, as others read numbers, which tensors on "
             f"the meta device do not have; got {config.strategy}. Try --strategy {near}."
-        )
-    if config.cp > 1 or config.model.experts:
-        what = f"cp={config.cp}" if config.cp > 1 else f"the experts of {config.model.name}"
-        raise CourseError(
-            f"--dry-run: need a step whose sizes follow from its options; got {what}: numbers say "
-            "which tokens a rank computes with. Try it without, or course plan."
         )
     if config.resume or config.eval_only:
         raise CourseError(
@@ -149,8 +145,9 @@ def traffic_of(events: Sequence[Event], mesh: RankMesh) -> list[Traffic]:
             continue
         share = 0 if event.kind == "recv" else bus_factor(event.kind, len(event.group))
         sent_bytes = share * event.num_bytes
-        axis = mesh.mesh.axis_of(event.group) or "all"
-        found[axis, event.kind].append((event.num_bytes, sent_bytes))
+        coordinates = [mesh.mesh.coordinates(rank) for rank in event.group]
+        axes = (axis for axis in mesh.mesh.sizes if len({one[axis] for one in coordinates}) > 1)
+        found[" x ".join(axes), event.kind].append((event.num_bytes, sent_bytes))
     return [
         Traffic(
             axis=axis,
@@ -170,9 +167,9 @@ def dry_text(steps: Sequence[RankStep]) -> str:
     lines = lines if len(steps) > 1 else [f"rank {fullest.rank}; the others hold and send no more"]
     lines += [f"  {kind:<15}{format_bytes(n):>12}" for kind, n in fullest.memory.items()]
     lines += [f"  {'in all':<15}{format_bytes(sum(fullest.memory.values())):>12}", ""]
-    lines += [f"  {'axis':<6}{'message':<16}{'number':>8}{'whole tensors':>16}{'sent':>12}"]
+    lines += [f"  {'axis':<9}{'message':<16}{'number':>8}{'whole tensors':>16}{'sent':>12}"]
     lines += [
-        f"  {one.axis:<6}{one.kind:<16}{one.count:>8,}{format_bytes(one.num_bytes):>16}"
+        f"  {one.axis:<9}{one.kind:<16}{one.count:>8,}{format_bytes(one.num_bytes):>16}"
         f"{format_bytes(one.sent_bytes):>12}"
         for one in fullest.traffic
     ]

@@ -14,6 +14,7 @@ from torch import nn
 
 from course_lib.collectives.group import Group
 from course_lib.models.moe import MoE, move_bias
+from course_lib.ranks.world import is_dry
 
 
 class RoutedLayers:
@@ -52,4 +53,6 @@ class RoutedLayers:
         for layer, load in zip(self.layers.values(), loads, strict=True):
             if layer.router.bias is not None and bias_step:
                 layer.router.bias.copy_(move_bias(layer.router.bias, load, bias_step))
+        if is_dry():
+            return {}
         return {str(n): load for n, load in zip(self.layers, loads.tolist(), strict=True)}

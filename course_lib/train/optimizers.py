@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from course_lib.checkpoint.model_state import whole_shard
-from course_lib.core.errors import CourseError
 from course_lib.core.shards import Shard
 from course_lib.fsdp.fsdp import FSDP
 from course_lib.mesh.clip import clip_grad_norm_across, finish_over_axes, held_grads
@@ -76,8 +75,8 @@ class PartAdapter:
         late = self.part.wrapped.reduces_in_backward
         finish_over_axes(self.part.module, self.mesh, self._held(), sums_tied=late)
 
-    def clip(self, max_norm: float) -> float:
-        """Clip by the norm of the whole gradient, over all axes of the mesh."""
+    def clip(self, max_norm: float) -> float | None:
+        """Clip by the norm of the whole gradient, over all axes of the mesh; return that before."""
         return number_in(clip_grad_norm_across(self.part.module, self.mesh, max_norm))
 
     def grad_shards(self) -> dict[str, Shard]:
@@ -223,9 +222,13 @@ class FrameworkAdapter(PartAdapter):
     def finish(self) -> None:
         """Do nothing: the framework has done it."""
 
-    def clip(self, max_norm: float) -> float:
-        """Refuse to clip; the settings do not allow it. Raises: CourseError"""
-        raise CourseError(f"{self.engine.name}: need no clipping; got {max_norm}.")
+    def clip(self, max_norm: float) -> float | None:
+        """Let the framework clip; None where its own step does it, and the norm is not known."""
+        clip = getattr(self.engine, "clip", None)
+        if clip is None:
+            return None
+        norm = clip(max_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def grad_shards(self) -> dict[str, Shard]:
         """Return nothing: the settings allow no recording."""

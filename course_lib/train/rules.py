@@ -296,10 +296,14 @@ def _check_framework(config: Any) -> None:
             f"--dtype: need float32 with {name}, as it reduces gradients in float32; "
             f"got {config.dtype}."
         )
-    given = {"--clip-norm": config.clip_norm, "--async-save": config.async_save}
-    given |= {"--checkpoint-format": config.checkpoint_format != "course"}
-    given |= {"--eval-every": config.eval_every, "--eval-only": config.eval_only}
-    given |= {"--record-values": config.record_values}
+    given = {
+        "--async-save": config.async_save,
+        "--checkpoint-format": config.checkpoint_format != "course",
+        "--record-values": config.record_values,
+    }
+    if name == "megatron":
+        given |= {"--clip-norm": config.clip_norm, "--eval-every": config.eval_every}
+        given["--eval-only"] = config.eval_only
     if option := next((option for option, value in given.items() if value), ""):
         raise CourseError(
             f"{option}: need a strategy of the course or of PyTorch; got {name}. "

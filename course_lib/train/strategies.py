@@ -180,7 +180,13 @@ def deepspeed(
     from course_lib.frameworks import deepspeed_engine
 
     count = config.num_micro_batches(group.size())
-    make = partial(deepspeed_engine, stage=stage, offload=offload, num_micro_batches=count)
+    make = partial(
+        deepspeed_engine,
+        stage=stage,
+        offload=offload,
+        num_micro_batches=count,
+        clip_norm=config.clip_norm or 0.0,
+    )
     return _framework(make, model, config, count)
 
 
@@ -200,8 +206,11 @@ def framework(
     from course_lib import frameworks
     from course_lib.models.gpt import Block
 
-    unit = {"unit": _kind(model, Block)} if shards_blocks else {}
-    return _framework(partial(getattr(frameworks, engine), **options, **unit), model, config)
+    if shards_blocks:
+        options["unit"] = _kind(model, Block)
+    if engine == "accelerate_deepspeed":
+        options["clip_norm"] = config.clip_norm or 0.0
+    return _framework(partial(getattr(frameworks, engine), **options), model, config)
 
 
 def megatron(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:

@@ -26,7 +26,8 @@ def test_a_run_without_a_reader_ends_without_a_word(name, tmp_path):
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert run.stdout.readline().split()[:1] == ["step"]
+    while run.stdout.readline().split()[:1] != ["step"]:
+        assert run.poll() is None
     run.stdout.close()
     assert run.stderr.read() == ""
     run.stderr.close()

@@ -9,6 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from course_lib.core import CourseError, ModelSpec
+from course_lib.core.specs import Experts
+from course_lib.mesh.mesh import AXES
+from course_lib.models import moe
 from course_lib.planner.dry_run import predicted_text
 from course_lib.ranks.dry_world import dry_world
 from course_lib.ranks.world import is_dry
@@ -23,6 +26,9 @@ SPEC = ModelSpec(hidden=16, num_layers=4, num_heads=4, ffn_hidden=32, vocab=53, 
 LLAMA = replace(SPEC, tied=False, positions="rope", norm="rms", gated=True, bias=False)
 SHARED = replace(LLAMA, num_kv_heads=2, qk_norm="head", window=4)
 BASE = TrainConfig(model=SPEC, steps=2, global_batch=9, seq=8, every=0, dtype="float64")
+EXPERTS = Experts(count=4, active=2, ffn_hidden=6, shared_hidden=4, dense_layers=(1,))
+ROUTED = {"model": replace(LLAMA, experts=EXPERTS), "ep": 2, "global_batch": 8}
+RING = {"cp": 2}
 TP, PP = {"tp": 2, "sequence_parallel": True, "clip_norm": 1.0}, {"pp": 2}
 
 TABLE = [  # strategy and options, on 4 ranks (8 in the night)
@@ -42,11 +48,27 @@ TABLE = [  # strategy and options, on 4 ranks (8 in the night)
     ("ddp", PP | {"schedule": "zb-v"}),
     ("ddp", {"optimizer": "muon", "model": LLAMA}),
     ("fsdp", TP | {"recompute": "full"}),
+    ("ddp", RING | {"cp_layout": "striped"}),
+    ("ddp", RING | TP),
+    ("fsdp", RING | PP | {"model": LLAMA}),
+    ("zero1", {"cp": 2, "cp_form": "all_gather", "model": LLAMA}),
+    ("fsdp", {"cp": 2, "cp_form": "ulysses", "cp_layout": "contiguous"}),
+    ("ddp", ROUTED | {"clip_norm": 1.0, "aux_weight": 0.1}),
+    ("fsdp", ROUTED | {"recompute": "full"}),
+    ("zero2", ROUTED | {"dtype": "float32"}),
+    ("ddp", ROUTED | PP),
+    ("zero3", ROUTED | {"tp": 2, "ep": 1}),
+    ("ddp", ROUTED | RING),
 ]
 
 
 def on_a_rank(rank, config):
-    return measure_step(Trainer(rank, config))
+    """With an even load of experts, which a dry run assumes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            moe.Router, "choose", lambda self, ranked: moe.evenly_chosen(len(ranked), self.experts)
+        )
+        return measure_step(Trainer(rank, config))
 
 
 def in_a_dry_world(rank, num_ranks, config):
@@ -58,7 +80,7 @@ def check(pools, num_ranks, strategy, options):
     config = replace(BASE, strategy=strategy, **options)
     real = pools(num_ranks).run(on_a_rank, config)
     assert all(step.memory[kind] > 0 for step in real for kind in step.memory)
-    assert {one.axis for one in real[0].traffic} <= {"dp", "tp", "pp"}
+    assert {axis for one in real[0].traffic for axis in one.axis.split(" x ")} <= {*AXES}
     for step in real:
         dry = in_a_dry_world(step.rank, num_ranks, config)
         assert dry.traffic == step.traffic
@@ -104,7 +126,6 @@ def test_what_the_planner_has_not_is_told():
         ({"strategy": "deepspeed-3", "dtype": "float32"}, "need a strategy of the course"),
         ({"strategy": "torch-fsdp"}, "Try --strategy fsdp"),
         ({"strategy": "ddp", "resume": True, "out": "x"}, "need a training step"),
-        ({"strategy": "ddp", "cp": 2}, "got cp=2: numbers say"),
     ],
 )
 def test_what_has_no_dry_run_is_told(options, sentence):

@@ -91,6 +91,25 @@ def test_the_learning_rate_of_a_framework_grows_as_pytorch_says(pools, by_hand, 
         assert "accelerate-ddp: accelerator.prepare(scheduler) steps it 2 times a step" in told
 
 
+def told_by(rank, configs):
+    """The losses and the validation losses of each run."""
+    records = [Trainer(rank, config).run() for config in configs]
+    return [(losses(record), record.run["validation"]) for record in records]
+
+
+@pytest.mark.parametrize("package", ["deepspeed", "accelerate", "lightning_fabric"])
+def test_a_framework_clips_and_validates_as_one_process_does(pools, by_hand, package):
+    how = {"optimizer": "sgd", "lr": 1.0, "clip_norm": 0.05, "eval_every": 2}
+    configs = configs_of(package, **how)
+    expected, _ = by_hand(configs[0])
+    free, _ = by_hand(replace(configs[0], clip_norm=None))
+    assert abs(expected[-1] - free[-1]) > 1e-3
+    configs.append(replace(configs[0], strategy="ddp"))
+    *found, (_, validation) = pools(2).run(told_by, configs)[0]
+    for theirs in found:
+        torch.testing.assert_close(theirs, (expected, validation), rtol=1e-5, atol=1e-6)
+
+
 def counts(rank):
     """How far Accelerate moves a scheduler in one step."""
     from accelerate.scheduler import AcceleratedScheduler

@@ -395,7 +395,7 @@ def test_a_missing_framework_is_one_sentence(pools):
         ({"compute_dtype": "bfloat16"}, "--compute-dtype: need --strategy fsdp; got single"),
         ({"strategy": "fsdp", "compute_dtype": "half"}, "--compute-dtype: need one of bfloat16"),
         ({"clip_norm": 0.0}, "--clip-norm: need more than 0; got 0"),
-        ({"strategy": "accelerate-fsdp", "clip_norm": 1.0}, "--clip-norm: need a strategy of the"),
+        ({"strategy": "megatron", "clip_norm": 1.0}, "--clip-norm: need a strategy of the"),
         ({"warmup": -1}, "--warmup: need 0 or more; got -1"),
         ({"strategy": "deepspeed-3"}, "--dtype: need float32 with deepspeed-3"),
         (
