@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from course_lib.checkpoint.data_file import DTYPES, NAMES
-from course_lib.checkpoint.local_state import LocalState
+from course_lib.checkpoint.local_state import LocalState, dtype_name
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import Box, Shape, covers_once
 
@@ -42,20 +42,13 @@ def offer_of(local: LocalState) -> Offer:
     for name, shard in local.shards.items():
         names[id(shard)].append(name)
     shards = {id(shard): shard for shard in local.shards.values()}
-    metas = local.metas()
-    return Offer(
-        [
-            (
-                tuple(all_names),
-                metas[all_names[0]].dtype,
-                shard.shape,
-                [box for box, _ in shard.pieces],
-            )
-            for all_names, shard in ((names[key], shard) for key, shard in shards.items())
-            if shard.pieces
-        ],
-        local.values,
-    )
+    tensors = []
+    for key, shard in shards.items():
+        if shard.pieces:
+            boxes, parts = zip(*shard.pieces, strict=True)
+            dtype = dtype_name(parts[0].dtype)
+            tensors.append((tuple(names[key]), dtype, shard.shape, list(boxes)))
+    return Offer(tensors, local.values)
 
 
 def plan(offers: list[Offer]) -> WritePlan:
@@ -78,7 +71,9 @@ def plan(offers: list[Offer]) -> WritePlan:
     found: WritePlan = {}
     for names, boxes_of in holders.items():
         dtype, shape = metas[names]
-        _check_dtype(dtype, names[0])
+        if dtype not in NAMES:
+            need = f"save: need a dtype out of {', '.join(NAMES)}"
+            raise CourseError(f"{need}; got {dtype} for {names[0]}.")
         if not covers_once(shape, list(boxes_of)):
             raise CourseError(
                 f"save: need shards that cover {names[0]}, of {list(shape)}, exactly once; got "
@@ -93,11 +88,6 @@ def plan(offers: list[Offer]) -> WritePlan:
             counts[rank] += 1
         found[names] = (dtype, shape, places)
     return found
-
-
-def _check_dtype(dtype: str, name: str) -> None:
-    if dtype not in NAMES:
-        raise CourseError(f"save: need a dtype out of {', '.join(NAMES)}; got {dtype} for {name}.")
 
 
 def own_tensors(local: LocalState, agreed: WritePlan, rank: int) -> list[Tensor]:

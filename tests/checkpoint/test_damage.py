@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from course_lib.checkpoint import Broken, Checkpoint, all_checkpoints, latest, load, save
-from course_lib.checkpoint.storage import Storage
+from course_lib.checkpoint.storage import LocalStorage
 from course_lib.core import CourseError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -316,8 +316,6 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, p
 
 def test_a_folder_that_became_read_only_keeps_its_checkpoints(tmp_path, monkeypatch):
     """As root may write anywhere, the system's answer is played."""
-    from course_lib.checkpoint.storage import Storage
-
     two(tmp_path)
 
     def refuse(*_):
@@ -325,7 +323,7 @@ def test_a_folder_that_became_read_only_keeps_its_checkpoints(tmp_path, monkeypa
 
     for call in ("open_write", "publish"):
         with monkeypatch.context() as patch:
-            patch.setattr(Storage, call, refuse)
+            patch.setattr(LocalStorage, call, refuse)
             with pytest.raises(CourseError, match="got: Read-only file system"):
                 save({"x": torch.zeros(4, 3)}, tmp_path, step=3)
         assert [one.step for one in all_checkpoints(tmp_path)] == [2, 1]
@@ -334,7 +332,7 @@ def test_a_folder_that_became_read_only_keeps_its_checkpoints(tmp_path, monkeypa
 
 def test_what_cannot_be_read_now_is_not_passed_over(tmp_path, monkeypatch):
     two(tmp_path)
-    right = Storage.open_read
+    right = LocalStorage.open_read
     for name in ("data", "manifest"):
 
         def fails(storage, path, name=name):
@@ -342,10 +340,10 @@ def test_what_cannot_be_read_now_is_not_passed_over(tmp_path, monkeypatch):
                 raise OSError(errno.EIO, "Input/output error")
             return right(storage, path)
 
-        monkeypatch.setattr(Storage, "open_read", fails)
+        monkeypatch.setattr(LocalStorage, "open_read", fails)
         with pytest.raises(CourseError, match=r"need to read .*; got: Input/output error"):
             loaded(tmp_path)
-    monkeypatch.setattr(Storage, "open_read", right)
+    monkeypatch.setattr(LocalStorage, "open_read", right)
     assert loaded(tmp_path)[0] == 2
 
 
@@ -359,13 +357,13 @@ def test_a_checkpoint_stays_whatever_fails_after_it_is_published(tmp_path, monke
     save({"x": torch.full((4, 3), 3.0), "y": torch.full((5,), 3), "n": 3}, tmp_path, step=2)
     assert loaded(tmp_path)[1] == 3
     monkeypatch.undo()
-    right = Storage.publish
+    right = LocalStorage.publish
 
     def publishes_and_fails(storage, name, content):
         right(storage, name, content)
         fails()
 
-    monkeypatch.setattr(Storage, "publish", publishes_and_fails)
+    monkeypatch.setattr(LocalStorage, "publish", publishes_and_fails)
     with pytest.raises(CourseError, match="Input/output error"):
         save({"x": torch.full((4, 3), 4.0), "y": torch.full((5,), 4), "n": 4}, tmp_path, step=2)
     assert loaded(tmp_path)[1] == 4
