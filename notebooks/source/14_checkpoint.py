@@ -29,7 +29,6 @@
 # %%
 # %load_ext course_lib.ranks
 import shutil
-from dataclasses import replace
 from functools import partial
 from tempfile import mkdtemp
 
@@ -39,12 +38,10 @@ from course_lib.checkpoint import all_checkpoints, cost, explorer, lab, latest, 
 from course_lib.checkpoint.power_cut import EmulatedDisk, cuts
 from course_lib.checkpoint.small_trainer import SmallTrainer, snapshot
 from course_lib.checks import check
-from course_lib.core import MODELS, Link
+from course_lib.core import Link
 from course_lib.core.units import format_bytes
 from course_lib.display import claim, predict, reveal, show
 from course_lib.ranks import RankError, Ranks
-from course_lib.train.config import TrainConfig
-from course_lib.train.trainer import train
 
 FOLDER = mkdtemp()
 
@@ -199,7 +196,12 @@ check("checkpoint-1", publish)
 # code that trains is the one of `python -m course_lib.train`.
 
 # %% tags=["measured"]
+from dataclasses import replace
 from pathlib import Path
+
+from course_lib.core import MODELS
+from course_lib.train.config import TrainConfig
+from course_lib.train.trainer import train
 
 sizes = {"model": MODELS["tiny"], "global_batch": 4, "seq": 8, "steps": 20}
 run = TrainConfig(**sizes, strategy="fsdp", save_every=5, every=0, out=FOLDER)
