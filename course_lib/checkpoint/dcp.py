@@ -33,6 +33,7 @@ from course_lib.checkpoint.local_state import (
     collect,
     finish_load,
     optimizers_kept,
+    put_value,
 )
 from course_lib.checkpoint.planning import merge_values, offer_of, plan
 from course_lib.checkpoint.storage import LocalStorage, storage_of, sync_folder
@@ -175,11 +176,7 @@ def _nested(flat: Mapping[str, Any], paths: Mapping[str, Sequence[Any]]) -> dict
     """Return values as they were nested in the state."""
     nested: dict[str, Any] = {}
     for name, value in flat.items():
-        *above, last = map(str, paths.get(name, (name,)))
-        inside = nested
-        for key in above:
-            inside = inside.setdefault(key, {})
-        inside[last] = value
+        put_value(nested, [*map(str, paths.get(name, (name,)))], value)
     return nested
 
 
