@@ -6,6 +6,7 @@ Notebook 14_checkpoint.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from course_lib.checkpoint.data_file import DTYPES, NAMES
 from course_lib.checkpoint.local_state import LocalState, dtype_name
 from course_lib.core.errors import CourseError
-from course_lib.core.shards import Box, Shape, covers_once
+from course_lib.core.shards import Box, Shape, Shard, covers_once
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,15 @@ def plan(offers: list[Offer]) -> WritePlan:
     return found
 
 
-def own_tensors(local: LocalState, agreed: WritePlan, rank: int) -> list[Tensor]:
-    """Return the tensors that this rank writes, in the order of their keys."""
-    found = {}
-    for names, (_, _, places) in agreed.items():
-        shard = local.shards.get(names[0])
-        for box, tensor in shard.pieces if shard else ():
-            if places[box].rank == rank:
-                found[places[box].key] = tensor
-    return [found[key] for key in sorted(found)]
+def own_pieces(
+    shards: Mapping[str, Shard], agreed: WritePlan, rank: int
+) -> Iterator[tuple[tuple[str, ...], Shape, Box, Tensor]]:
+    """Yield what this rank writes in the order of the keys: names and shape, box and elements."""
+    for names, (_, shape, places) in agreed.items():
+        pieces = dict(shards[names[0]].pieces) if names[0] in shards else {}
+        for box, place in places.items():
+            if place.rank == rank:
+                yield names, shape, box, pieces[box]
 
 
 def merge_values(values: list[dict[str, Any]]) -> dict[str, Any]:

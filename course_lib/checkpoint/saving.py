@@ -35,7 +35,7 @@ from course_lib.checkpoint.manifest import (
 )
 from course_lib.checkpoint.ownership import check_ours, note_ours
 from course_lib.checkpoint.pending import PendingSave, group_of_its_own, wait_for_pending
-from course_lib.checkpoint.planning import Offer, merge_values, offer_of, own_tensors, plan
+from course_lib.checkpoint.planning import Offer, merge_values, offer_of, own_pieces, plan
 from course_lib.checkpoint.storage import Storage, storage_of
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
@@ -121,7 +121,7 @@ class Saving:
         offers = from_all(offer, group)
         self.values = merge_values([one.values for one in offers])
         self.plan = plan(offers)
-        self.tensors = own_tensors(local[0], self.plan, self.rank)
+        self.tensors = [x for *_, x in own_pieces(local[0].shards, self.plan, self.rank)]
 
     def _begin(self) -> str:
         check_ours(self.storage, self.run)
