@@ -6,6 +6,7 @@ import json
 import pickle
 import resource
 import sys
+from contextlib import contextmanager
 
 import cloudpickle
 import pytest
@@ -51,47 +52,51 @@ class Runs:
         return open, ("ran", "w")
 
 
+@contextmanager
+def manifest_of(place):
+    """A checkpoint's manifest, to be changed."""
+    path = place / "manifest.json"
+    yield (manifest := json.loads(path.read_text()))
+    path.write_text(json.dumps(manifest))
+
+
 def another_files(place, content):
     """A data file that is something else, with its right size and hash in the manifest."""
     data_of(place).write_bytes(content)
-    manifest = json.loads((place / "manifest.json").read_text())
-    (saved,) = manifest["files"].values()
-    saved |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (place / "manifest.json").write_text(json.dumps(manifest))
+    with manifest_of(place) as manifest:
+        (saved,) = manifest["files"].values()
+        saved |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def in_manifest(*path_and_value):
     """Set a value of the manifest; `*` stands for the only or the first name."""
 
     def spoil(place):
-        manifest = found = json.loads((place / "manifest.json").read_text())
         *path, last, value = path_and_value
-        for key in path:
-            found = found[next(iter(found)) if key == "*" else key]
-        if last == "*":
-            last = next(iter(found))
-            found[value] = found.pop(last)
-        else:
-            found[last] = value
-        (place / "manifest.json").write_text(json.dumps(manifest))
+        with manifest_of(place) as found:
+            for key in path:
+                found = found[next(iter(found)) if key == "*" else key]
+            if last == "*":
+                found[value] = found.pop(next(iter(found)))
+            else:
+                found[last] = value
 
     return spoil
 
 
+OTHER_FILE = f"data-{'0' * 16}-r00000.safetensors"
 PIECE = ("tensors", "x", "pieces", 0)
 X = {"dtype": "float32", "shape": [4, 3]}
+HUGE = {"offsets": [0, 0], "sizes": [2**62, 1]}
 
 
 def pieces(*boxes):
     """Pieces of x in the first file, all under its key."""
 
     def spoil(place):
-        manifest = json.loads((place / "manifest.json").read_text())
-        (piece,) = manifest["tensors"]["x"]["pieces"]
-        manifest["tensors"]["x"]["pieces"] = [
-            {**piece, "offsets": offsets, "sizes": sizes} for offsets, sizes in boxes
-        ]
-        (place / "manifest.json").write_text(json.dumps(manifest))
+        with manifest_of(place) as manifest:
+            x = manifest["tensors"]["x"]
+            x["pieces"] = [x["pieces"][0] | {"offsets": at, "sizes": sizes} for at, sizes in boxes]
 
     return spoil
 
@@ -131,7 +136,7 @@ SPOILT = {
     "a field more": in_manifest("code", "import os"),
     "a path outside": in_manifest("files", "*", "../../evil.safetensors"),
     "a path from the top": in_manifest(*PIECE, "file", "/etc/passwd"),
-    "the other one's file": in_manifest(*PIECE, "file", f"data-{'0' * 16}-r00000.safetensors"),
+    "the other one's file": in_manifest(*PIECE, "file", OTHER_FILE),
     "a size that is another": in_manifest("files", "*", "bytes", 10),
     "a size below 0": in_manifest("files", "*", "bytes", -1),
     "a hash that is another": in_manifest("files", "*", "sha256", "0" * 64),
@@ -146,18 +151,7 @@ SPOILT = {
     "huge boxes": in_manifest(
         "tensors",
         "x",
-        {
-            **X,
-            "shape": [2**62, 1],
-            "pieces": [
-                {
-                    "file": f"data-{'0' * 16}-r00000.safetensors",
-                    "key": "0",
-                    "offsets": [0, 0],
-                    "sizes": [2**62, 1],
-                }
-            ],
-        },
+        {**X, "shape": [2**62, 1], "pieces": [{"file": OTHER_FILE, "key": "0", **HUGE}]},
     ),
     "sizes beyond numbers": in_manifest("tensors", "x", "shape", [10**30, 3]),
     "sizes below 0": in_manifest("tensors", "x", "shape", [-4, -3]),
