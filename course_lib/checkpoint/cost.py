@@ -48,14 +48,6 @@ def save_s_sharded(
     return num_bytes / min(p * disk_bytes_per_s, storage_bytes_per_s)
 
 
-def blocked_s_async(copy_s: float, write_s: float, interval_s: float) -> float:
-    """Return the seconds for which an asynchronous save stops the training, per interval.
-
-    The copy, and what is left of the write before when the next save comes.
-    """
-    return copy_s + max(0.0, write_s - interval_s)
-
-
 def extra_s(num_steps: int, every: int, blocked_s: float) -> float:
     """Return what checkpoints add to a run without failures: one after every `every` steps."""
     return num_steps // every * blocked_s

@@ -6,7 +6,8 @@ Nothing in it can run, and a part of a tensor can be read without the rest. Note
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, BinaryIO
 
@@ -23,56 +24,43 @@ NAMES = {
 }  # dtypes: PyTorch's name and that of safetensors
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES}
 LONGEST_HEADER = 100 * 2**20
-READ_BYTES = 2**20
 TRY_OLDER = "Try an older checkpoint."
-
-
-class _Hashed:
-    """A file that is written, with the SHA-256 and the number of its bytes so far."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.hash, self.num_bytes = file, hashlib.sha256(), 0
-
-    def write(self, content: Any) -> None:
-        self.file.write(content)
-        self.hash.update(content)
-        self.num_bytes += len(content)
 
 
 def write_tensors(file: BinaryIO, tensors: Sequence[Tensor]) -> tuple[int, str]:
     """Write tensors under the keys "0", "1", ...; return the file's bytes and its SHA-256.
 
     Cost:    a copy of one tensor at a time, where it is not contiguous or on a GPU
-    Raises:  OSError; CourseError for a dtype that the format does not know
+    Raises:  OSError
     """
     header: dict[str, Any] = {}
     end = 0
     for number, tensor in enumerate(tensors):
         start, end = end, end + tensor.nbytes
-        kind = NAMES.get(str(tensor.dtype).removeprefix("torch."))
-        if kind is None:
-            raise CourseError(
-                f"checkpoint: need a dtype out of {', '.join(NAMES)}; got {tensor.dtype}."
-            )
-        offsets = [start, end]
-        header[str(number)] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": offsets}
+        header[str(number)] = {
+            "dtype": NAMES[str(tensor.dtype).removeprefix("torch.")],
+            "shape": [*tensor.shape],
+            "data_offsets": [start, end],
+        }
+    found, num_bytes = hashlib.sha256(), 0
+    for content in chain((header_bytes(header),), map(bytes_of, tensors)):
+        file.write(content)
+        found.update(content)
+        num_bytes += len(content)
+    return num_bytes, found.hexdigest()
+
+
+def header_bytes(header: Mapping[str, Any]) -> bytes:
+    """Return what a safetensors file begins with: the length of the header, and the header."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    out = _Hashed(file)
-    out.write(len(text).to_bytes(8, "little"))
-    out.write(text)
-    for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        out.write(flat.view(torch.uint8).numpy().data)
-    return out.num_bytes, out.hash.hexdigest()
+    return len(text).to_bytes(8, "little") + text
 
 
-def hash_of(file: BinaryIO) -> str:
-    """Return the SHA-256 of an open file's content."""
-    found = hashlib.sha256()
-    while part := file.read(READ_BYTES):
-        found.update(part)
-    return found.hexdigest()
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the elements of a tensor in row-major order; a copy where they do not lie so."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 class DataFile:
@@ -96,19 +84,16 @@ class DataFile:
             raise self._damaged("its header cannot be read") from None
         self._start = 8 + length
 
-    def check(self, key: str, dtype: str, sizes: tuple[int, ...]) -> None:
-        """Check that a tensor is there as the manifest has it. Raises: CourseError"""
-        kind, shape, start = self._places.get(key, (None, None, None))
-        if (kind, shape) != (NAMES[dtype], sizes) or not _is_place(start):
-            raise self._damaged(f"tensor {key!r} is not the {dtype} of {list(sizes)} in it")
-
-    def read(self, key: str, dtype: str, box: Box) -> Tensor:
-        """Return a box of a tensor that `check` has found there.
+    def read(self, key: str, dtype: str, shape: tuple[int, ...], box: Box) -> Tensor:
+        """Return a box of a tensor, whose dtype and shape are those of the manifest.
 
         Cost:    the bytes of the rows that the box lies in
-        Raises:  OSError; CourseError where the file ends before
+        Raises:  OSError; CourseError for another tensor, and where the file ends before
         """
-        _, shape, start = self._places[key]
+        kind, sizes, start = self._places.get(key, (None, None, -1))
+        is_place = isinstance(start, int) and 0 <= start < 2**60
+        if (kind, sizes) != (NAMES[dtype], shape) or not is_place:
+            raise self._damaged(f"tensor {key!r} is not the {dtype} of {list(shape)} in it")
         first, num_rows = (box.offsets[0], box.sizes[0]) if shape else (0, 1)
         row_bytes = prod(shape[1:]) * DTYPES[dtype].itemsize
         self.file.seek(self._start + start + first * row_bytes)
@@ -122,7 +107,3 @@ class DataFile:
 
     def _damaged(self, why: str) -> CourseError:
         return CourseError(f"{self.path}: need the file that was saved; {why}. {TRY_OLDER}")
-
-
-def _is_place(start: Any) -> bool:
-    return isinstance(start, int) and 0 <= start < 2**60

@@ -33,9 +33,10 @@ from course_lib.checkpoint.local_state import (
     collect,
     finish_load,
     optimizers_kept,
+    put_value,
 )
 from course_lib.checkpoint.planning import merge_values, offer_of, plan
-from course_lib.checkpoint.storage import RemoteStorage, storage_of, sync_folder
+from course_lib.checkpoint.storage import LocalStorage, storage_of, sync_folder
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.core.files import read_json, whole_file
@@ -146,7 +147,7 @@ def all_dcp(folder: Folder) -> list[DcpCheckpoint | Broken]:
     storage = storage_of(folder)
     names = sorted((one for one in storage.list() if NAME.fullmatch(one)), key=step_of)
     found = list[DcpCheckpoint | Broken]()
-    for name in reversed(names if not isinstance(storage, RemoteStorage) else ()):
+    for name in reversed(names if isinstance(storage, LocalStorage) else ()):
         path = Path(storage.path, name)
         try:
             found.append(_look(path))
@@ -175,18 +176,14 @@ def _nested(flat: Mapping[str, Any], paths: Mapping[str, Sequence[Any]]) -> dict
     """Return values as they were nested in the state."""
     nested: dict[str, Any] = {}
     for name, value in flat.items():
-        *above, last = map(str, paths.get(name, (name,)))
-        inside = nested
-        for key in above:
-            inside = inside.setdefault(key, {})
-        inside[last] = value
+        put_value(nested, [*map(str, paths.get(name, (name,)))], value)
     return nested
 
 
 def _place(folder: Folder, about: _About, keep: int | None) -> Path:
     """Return where a checkpoint is to be; check that the folder is this run's."""
     storage = storage_of(folder)
-    if isinstance(storage, RemoteStorage):
+    if not isinstance(storage, LocalStorage):
         raise CourseError(
             f"save_dcp: need a folder on a disk that all ranks see; got {storage.path}. "
             "Try save(...), which writes to URLs."

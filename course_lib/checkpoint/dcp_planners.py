@@ -32,8 +32,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from course_lib.checkpoint.local_state import leaves_of
-from course_lib.checkpoint.planning import WritePlan
-from course_lib.core.shards import Shard
+from course_lib.checkpoint.planning import WritePlan, own_pieces
+from course_lib.core.shards import Box, Shard
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(Size(box.offsets), Size(box.sizes))
 
 
 class BoxSavePlanner(torch_dcp.DefaultSavePlanner):
@@ -46,16 +50,12 @@ class BoxSavePlanner(torch_dcp.DefaultSavePlanner):
         self._values = {".".join(path): (path, value) for path, value, _ in leaves_of(values)}
         self._items = list[WriteItem]()
         self._tensors = dict[MetadataIndex, Tensor]()
-        for names, (_, shape, places) in agreed.items():
-            shard = shards.get(names[0])
-            for box, tensor in shard.pieces if shard else ():
-                if places[box].rank == rank:
-                    chunk = ChunkStorageMetadata(Size(box.offsets), Size(box.sizes))
-                    properties = TensorProperties.create_from_tensor(tensor)
-                    data = TensorWriteData(chunk, properties, Size(shape))
-                    for index in (MetadataIndex(name, box.offsets) for name in names):
-                        self._tensors[index] = tensor
-                        self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        for names, shape, box, tensor in own_pieces(shards, agreed, rank):
+            properties = TensorProperties.create_from_tensor(tensor)
+            data = TensorWriteData(_chunk(box), properties, Size(shape))
+            for index in (MetadataIndex(name, box.offsets) for name in names):
+                self._tensors[index] = tensor
+                self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
@@ -107,10 +107,7 @@ class BoxLoadPlanner(torch_dcp.DefaultLoadPlanner):
         for name, shard in self._shards.items():
             saved = self._saved.get(name)
             if isinstance(saved, TensorStorageMetadata):
-                chunks = [
-                    ChunkStorageMetadata(Size(box.offsets), Size(box.sizes))
-                    for box, _ in shard.pieces
-                ]
+                chunks = [_chunk(box) for box, _ in shard.pieces]
                 items += create_read_items_for_chunk_list(name, saved, chunks)
         for name, saved in self._saved.items():
             if isinstance(saved, BytesStorageMetadata):

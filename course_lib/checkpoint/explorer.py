@@ -4,15 +4,16 @@ import html
 import os
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import ipywidgets
 from matplotlib.figure import Figure
 
-from course_lib.checkpoint import lab
 from course_lib.checkpoint.cost import mtbf_of
 from course_lib.checkpoint.folder import latest
 from course_lib.checkpoint.live import INTERVAL, YEAR_S
@@ -40,10 +41,13 @@ class FailureLab:
     """Two real ranks that train and save, and buttons that kill them; then they resume.
 
     `start`, `kill` and `wait` do what the buttons do. `log` has what happened, a line each.
+
+    train    called on each rank as train(rank, config)
+    config   a TrainConfig with `steps` and `save_every`; its `out` is a new folder each time
     """
 
-    def __init__(self, num_steps: int = 200, every: int = 10, step_s: float = 0.1) -> None:
-        self.num_steps, self.every, self.step_s = num_steps, every, step_s
+    def __init__(self, train: Callable[..., Any], config: Any) -> None:
+        self.train, self.config = train, config
         self.log: list[str] = []
         self.pids: list[int] = []
         self._thread: threading.Thread | None = None
@@ -77,30 +81,28 @@ class FailureLab:
         return self.log
 
     def _train(self) -> None:
-        with TemporaryDirectory() as folder, Ranks(2) as ranks, ThreadPoolExecutor(1) as pool:
-            done = False
-            while not done:
-                found = latest(folder)
-                step = found.step if found else 0
-                self._say(f"Two ranks train from step {step} of {self.num_steps}.")
+        with TemporaryDirectory() as out, Ranks(2) as ranks, ThreadPoolExecutor(1) as pool:
+            config, is_done = replace(self.config, out=out), False
+            while not is_done:
+                step = _last_step(config)
+                self._say(f"Two ranks train from step {step} of {config.steps}.")
                 self.pids = ranks.run(_pid)
-                done = self._watch(folder, pool.submit(self._run, ranks, folder))
-            self._say(f"Done: step {self.num_steps} is reached.")
+                job = pool.submit(ranks.run, self.train, replace(config, resume=step > 0))
+                is_done = self._watch(config, job)
+            self._say(f"Done: step {config.steps} is reached.")
 
-    def _run(self, ranks: Ranks, folder: str) -> Any:
-        return ranks.run(lab.train, folder, self.num_steps, every=self.every, step_s=self.step_s)
-
-    def _watch(self, folder: str, running: Future[Any]) -> bool:
+    def _watch(self, config: Any, running: Future[Any]) -> bool:
         """Show the newest checkpoint until the ranks return or one dies; return whether all did."""
         while not running.done():
-            found = latest(folder)
-            self._show(f"Newest checkpoint: step {found.step if found else 0}.")
+            self._show(f"Newest checkpoint: step {_last_step(config)}.")
             wait([running], POLL_S)
         self.pids = []
         try:
             running.result()
         except RankError as problem:
             self._say(str(problem).splitlines()[0])
+            if problem.kind != "died":
+                raise
             return False
         return True
 
@@ -121,3 +123,8 @@ class FailureLab:
 
 def _pid(_rank: int) -> int:
     return os.getpid()
+
+
+def _last_step(config: Any) -> int:
+    found = latest(config.checkpoints)
+    return found.step if found else 0

@@ -3,17 +3,18 @@
 Notebook 14_checkpoint.
 """
 
+import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from course_lib.checkpoint.data_file import DTYPES, TRY_OLDER, DataFile, hash_of
-from course_lib.checkpoint.manifest import DATA_FILE, MANIFEST, Manifest, SavedPiece, parse_manifest
+from course_lib.checkpoint.data_file import DTYPES, TRY_OLDER, DataFile
+from course_lib.checkpoint.manifest import DATA_FILE, MANIFEST, Manifest, parse_manifest
 from course_lib.checkpoint.storage import Storage, storage_of
 from course_lib.core.errors import CourseError
 from course_lib.core.files import LARGEST_BYTES
@@ -74,33 +75,29 @@ class Checkpoint:
         """
         done = 0
         for name in sorted(self.manifest.files):
-            self.verify_files([name])
+            self.verify_file(name)
             done += self.manifest.files[name].bytes
             if progress:
                 progress(done, self.num_bytes)
 
-    def verify_files(self, names: Iterable[str]) -> None:
-        """Compare the SHA-256 of some data files with the manifest's.
+    def verify_file(self, name: str) -> None:
+        """Compare the SHA-256 of a data file with the manifest's.
 
         Raises:  DamageError for a file that is another or missing; CourseError for one that cannot
                  be read
         """
-        for name in names:
-            try:
-                with self.storage.open_read(f"{self.name}/{name}") as file:
-                    found = hash_of(file)
-            except FileNotFoundError:
-                raise self.damage(name, "is not there") from None
-            except OSError as problem:
-                raise self.unreadable(name, problem) from None
-            if found != self.manifest.files[name].sha256:
-                raise self.damage(name, "has another hash than the manifest says")
-
-    def damage(self, name: str, why: str) -> "DamageError":
-        """Return the error for a file that is not as it was saved."""
-        return DamageError(
-            f"{self.path}: need the files that were saved; {name} {why}. {TRY_OLDER}"
-        )
+        try:
+            with self.storage.open_read(f"{self.name}/{name}") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            is_saved = found == self.manifest.files[name].sha256
+            why = "" if is_saved else "has another hash than the manifest says"
+        except FileNotFoundError:
+            why = "is not there"
+        except OSError as problem:
+            raise self.unreadable(name, problem) from None
+        if why:
+            need = f"{self.path}: need the files that were saved"
+            raise DamageError(f"{need}; {name} {why}. {TRY_OLDER}")
 
     def unreadable(self, name: str, problem: OSError) -> CourseError:
         """Return the error for a file that may be as it was saved, but cannot be read now."""
@@ -241,21 +238,12 @@ class Reader:
 
         Cost:    reads the rows of the saved pieces that the box lies in
         """
-        for piece, wanted in self._overlaps(name, box):
-            saved = self.checkpoint.manifest.tensors[name]
-            part = self._open(piece.file).read(piece.key, saved.dtype, wanted.within(piece.box))
-            out[wanted.within(box).slices()].copy_(part)
-
-    def check(self, name: str, box: Box) -> None:
-        """Check that all that `fill` will read is there, as the manifest has it."""
-        for piece, _ in self._overlaps(name, box):
-            dtype = self.checkpoint.manifest.tensors[name].dtype
-            self._open(piece.file).check(piece.key, dtype, piece.sizes)
-
-    def _overlaps(self, name: str, box: Box) -> Iterator[tuple[SavedPiece, Box]]:
-        for piece in self.checkpoint.manifest.tensors[name].pieces:
+        saved = self.checkpoint.manifest.tensors[name]
+        for piece in saved.pieces:
             if (both := piece.box.intersect(box)) is not None:
-                yield piece, both
+                file = self._open(piece.file)
+                part = file.read(piece.key, saved.dtype, piece.sizes, both.within(piece.box))
+                out[both.within(box).slices()].copy_(part)
 
     def _open(self, name: str) -> DataFile:
         if name not in self._files:
@@ -288,6 +276,5 @@ def read_tensor(checkpoint: Checkpoint, name: str, box: Box | None = None) -> Te
         )
     out = torch.empty(box.sizes, dtype=DTYPES[saved.dtype])
     with Reader(checkpoint) as reader:
-        reader.check(name, box)
         reader.fill(name, box, out)
     return out

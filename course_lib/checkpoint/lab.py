@@ -1,15 +1,17 @@
 """Measure checkpoints on real ranks: their time, what async saving hides, and what a kill costs.
 
-`train` is a training that saves, may be killed, and goes on from what it finds. `measure_saves`
-times both ways to save on an emulated link and emulated disks; `measure_overlap` records steps
-beside a synchronous and an asynchronous save. Notebook 14_checkpoint.
+`die_in_save` kills a rank of any training in the middle of a save. `measure_saves` times both ways
+to save on an emulated link and emulated disks; `measure_overlap` records steps beside a synchronous
+and an asynchronous save. Notebook 14_checkpoint.
 """
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -18,101 +20,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checkpoint import latest, load, rng_state, save, save_async, saving, set_rng_state
+from course_lib.checkpoint import save, save_async, saving
 from course_lib.checkpoint.dcp import save_dcp
 from course_lib.core import MODELS, Event
 from course_lib.core.shards import Box, Shard
-from course_lib.ddp import DDP
 from course_lib.fsdp import FSDP
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import Ranks, record, span
 from course_lib.ranks.timing import from_zero
-from course_lib.zero import ZeRO3
-
-SPEC = replace(MODELS["tiny"], num_layers=2)
-STRATEGIES = ("ddp", "fsdp", "zero3")
-LEARNING_RATE = 1e-2
 
 
-@dataclass(frozen=True)
-class Kill:
-    """A rank's end by SIGKILL: before a step, or in the middle of the save that follows it."""
+def die_in_save(rank: int, victim: int, number: int, train: Callable[..., Any], *args: Any) -> Any:
+    """Return `train(rank, *args)`; rank `victim` dies by SIGKILL in the middle of a save.
 
-    rank: int
-    step: int
-    while_saving: bool = False
-
-
-def train(
-    rank: int,
-    folder: str,
-    num_steps: int,
-    *,
-    every: int = 5,
-    strategy: str = "fsdp",
-    kill: Kill | None = None,
-    step_s: float = 0.0,
-) -> dict[int, float]:
-    """Train to `num_steps`, from the latest checkpoint on if there is one; return losses by step.
-
-    every    steps between checkpoints
-    step_s   what a step takes at least: time to press a button
+    number   of the save, from 1 on
     """
-    torch.manual_seed(0)
-    state, step_on = _built(strategy)
-    state |= {"rng": {rank: rng_state()}}
-    first = 0
-    if latest(folder):
-        found = load(state, folder)
-        first = found.step
-        set_rng_state(found.values["rng"][str(rank % found.manifest.world_size)])
-    losses = {}
-    for step in range(first, num_steps):
-        if kill and not kill.while_saving and (kill.rank, kill.step) == (rank, step):
+    write, numbers = saving.write_tensors, count(1)
+
+    def write_or_die(file: BinaryIO, tensors: Sequence[Tensor]) -> tuple[int, str]:
+        if next(numbers) == number:
+            file.write(b"a part of the data")
+            file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        losses[step] = step_on(_part(step, rank))
-        time.sleep(step_s)
-        if (step + 1) % every == 0:
-            if kill and kill.while_saving and (kill.rank, kill.step) == (rank, step):
-                saving.write_tensors = _die_writing
-            save(state | {"rng": {rank: rng_state()}}, folder, step=step + 1, keep=2)
-    return losses
+        return write(file, tensors)
 
-
-def _built(strategy: str) -> tuple[dict[str, Any], Callable[[tuple[Tensor, Tensor]], float]]:
-    """Return the state of a new training, and a function that takes a step and returns its loss."""
-    model: Any
-    if strategy == "zero3":
-        model = ZeRO3(GPT(SPEC), torch.optim.AdamW, lr=LEARNING_RATE)
-        optimizer: Any = model.optimizer
-    else:
-        model = {"ddp": DDP, "fsdp": FSDP}[strategy](GPT(SPEC))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-
-    def step_on(batch: tuple[Tensor, Tensor]) -> float:
-        loss = token_loss(model(batch[0]), batch[1])
-        loss.backward()
-        if strategy != "fsdp":
-            model.finish()
-        optimizer.step()
-        model.zero_grad()
-        mean = loss.detach() / dist.get_world_size()
-        dist.all_reduce(mean)
-        return mean.item()
-
-    return {"model": model, "optimizer": optimizer}, step_on
-
-
-def _part(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return a rank's part of batch `step`, of which all ranks together have 4 samples."""
-    inputs, targets = next_tokens(token_batch(step, batch=4, seq=8, vocab=SPEC.vocab))
-    return inputs[rank :: dist.get_world_size()], targets[rank :: dist.get_world_size()]
-
-
-def _die_writing(file: BinaryIO, tensors: Sequence[Tensor]) -> Any:
-    file.write(b"a part of the data")
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
+    if rank == victim:
+        saving.write_tensors = write_or_die
+    try:
+        return train(rank, *args)
+    finally:
+        saving.write_tensors = write
 
 
 # --- through rank 0, or every rank its shard
@@ -183,10 +120,8 @@ def measure_overlap(
     The save is real: this rank's shard of `num_bytes`, to a temporary folder of the machine.
     """
     state = {"weights": _own_rows(rank, num_bytes)}
-    with TemporaryDirectory() as own:
-        places: list[Any] = [own]
-        dist.broadcast_object_list(places)
-        save_async(state, places[0], step=0).wait()  # makes the process group of the thread
+    with _shared_folder() as folder:
+        save_async(state, folder, step=0).wait()  # makes the process group of the thread
         dist.barrier()
         with record() as log:
             start_s = time.perf_counter()
@@ -197,13 +132,12 @@ def measure_overlap(
                     began_s = time.perf_counter()
                     with span("wait", "save"):
                         if asynchronous:
-                            pending = save_async(state, places[0], step=1)
+                            pending = save_async(state, folder, step=1)
                         else:
-                            save(state, places[0], step=1)
+                            save(state, folder, step=1)
                     blocked_s = time.perf_counter() - began_s
         if pending:
             pending.wait()
-        dist.barrier()
     kept = [one for one in log.events if one.kind in ("forward", "backward") or one.label == "save"]
     if pending:
         wrote = Event(rank=rank, kind="write", start_s=began_s + blocked_s,
@@ -211,6 +145,16 @@ def measure_overlap(
         kept.append(wrote)
     write_s, hidden_s = (pending.write_s, pending.hidden_s) if pending else (blocked_s, 0.0)
     return Overlap([one.since(start_s) for one in kept], blocked_s, write_s, hidden_s)
+
+
+@contextmanager
+def _shared_folder() -> Iterator[str]:
+    """Make a folder for all ranks of this machine; it goes when all of them are done with it."""
+    with TemporaryDirectory() as own:
+        places: list[Any] = [own]
+        dist.broadcast_object_list(places)
+        yield places[0]
+        dist.barrier()
 
 
 def _own_rows(rank: int, num_bytes: int) -> Shard:
@@ -237,18 +181,15 @@ def extra_time(
 
     Every rank writes its shard of `mb` MB after each `every` steps.
     """
-    state, stopped_s, count = {"weights": _own_rows(rank, mb * 10**6)}, 0.0, 0
-    with TemporaryDirectory() as own:
-        places: list[Any] = [own]
-        dist.broadcast_object_list(places)
+    state, stopped_s, num_saves = {"weights": _own_rows(rank, mb * 10**6)}, 0.0, 0
+    with _shared_folder() as folder:
         for step in range(1, num_steps + 1):
             time.sleep(step_s)
             if every and step % every == 0:
                 start_s = time.perf_counter()
-                save(state, places[0], step=step, keep=1)
-                stopped_s, count = stopped_s + time.perf_counter() - start_s, count + 1
-        dist.barrier()
-    return stopped_s, count
+                save(state, folder, step=step, keep=1)
+                stopped_s, num_saves = stopped_s + time.perf_counter() - start_s, num_saves + 1
+    return stopped_s, num_saves
 
 
 # --- the real thing
@@ -265,8 +206,14 @@ class WrittenFormat:
 
 def beside_dcp(rank: int, folder: str) -> dict[str, WrittenFormat]:
     """Save the same state with ours and with PyTorch's, twice each; return the faster saves."""
-    state, step_on = _built("fsdp")
-    step_on(_part(0, rank))
+    torch.manual_seed(0)
+    spec = MODELS["tiny"]
+    model = FSDP(GPT(spec))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs, targets = next_tokens(token_batch(rank, batch=1, seq=8, vocab=spec.vocab))
+    token_loss(model(inputs), targets).backward()
+    optimizer.step()  # now there are its moments
+    state = {"model": model, "optimizer": optimizer}
     ways: Mapping[str, Callable[..., Any]] = {
         "ours": save,
         "DCP, through our `save_dcp`": save_dcp,

@@ -1,7 +1,7 @@
 """Load: each rank reads the boxes it holds, wherever the ranks that saved them had theirs.
 
 Resharding needs no communication: a box wanted is put together from the saved boxes it intersects.
-A checkpoint is looked at whole, by all ranks together, before any of it is read. Notebook
+A checkpoint is hashed whole, by all ranks together, before any of it is copied. Notebook
 14_checkpoint.
 """
 
@@ -66,12 +66,11 @@ def load(
 
 
 def _fill(state: Mapping[Any, Any], found: Checkpoint, group: Group) -> None:
-    """Look at names, shapes and headers on all ranks; then copy everything into the state."""
+    """Look at names and shapes on all ranks; then copy everything into the state."""
     saved = found.manifest.metas()
     from_all(lambda: check_groups(state, found.values), group)
     local = make_ready(state, saved, found.path, group)
     with Reader(found) as reader:
-        from_all(lambda: _check(reader, local), group)
         from_all(lambda: _copy(reader, local), group)
     from_all(lambda: finish_load(state, found.values, saved), group)
 
@@ -154,7 +153,8 @@ def _damage(one: Checkpoint, group: Group) -> str | None:
 
     def hash_files() -> str | None:
         try:
-            one.verify_files(sorted(one.manifest.files)[rank_in(group) :: size_of(group)])
+            for name in sorted(one.manifest.files)[rank_in(group) :: size_of(group)]:
+                one.verify_file(name)
         except DamageError as damage:
             return str(damage)
         return None
@@ -182,12 +182,6 @@ def _check_names(
                 f"load: need the checkpoint of this model; {path} has {name}, too, which the "
                 "model has not. Try the model that it was saved with."
             )
-
-
-def _check(reader: Reader, local: LocalState) -> None:
-    for name, shard in local.shards.items():
-        for box, _ in shard.pieces:
-            reader.check(name, box)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ The names are the same under every strategy: `model.<name in the plain state_dic
 Notebook 14_checkpoint.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,12 +100,12 @@ def collect(state: Mapping[Any, Any]) -> LocalState:
             local.complete.append(f"{name}.")
             local.optimizers.append(f"{name}.")
             found = {f"{name}.{key}": x for key, x in _optim_shards(leaf, beside).items()}
-            _put(local.values, path, {"type": type_of(leaf), "param_groups": _settings(leaf)})
+            put_value(local.values, path, {"type": _type_of(leaf), "param_groups": _settings(leaf)})
         elif is_model(leaf):
             local.complete.append(f"{name}.")
             found = {f"{name}.{key}": shard for key, shard in model_shards(leaf).items()}
         else:
-            _put(local.values, path, _plain(leaf, name))
+            put_value(local.values, path, _plain(leaf, name))
         local.shards |= found
         if len(local.shards) < before + len(found):
             raise _twice(name)
@@ -119,7 +119,7 @@ def _twice(name: str) -> CourseError:
     )
 
 
-def type_of(optimizer: Optimizer) -> str:
+def _type_of(optimizer: Optimizer) -> str:
     """Return the name of an optimizer's class; of a sharded one, that of what steps the shards."""
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     return type(inner).__name__
@@ -131,15 +131,14 @@ def make_room(state: Mapping[Any, Any], saved: Mapping[str, WholeTensor]) -> Non
 
     State that the checkpoint does not have is dropped.
     """
-    for path, leaf, beside in leaves_of(state):
-        if isinstance(leaf, Optimizer):
-            _make_optim_room(".".join(path), leaf, beside, saved)
+    for path, leaf, beside in _optimizers(state):
+        _make_optim_room(".".join(path), leaf, beside, saved)
 
 
 @contextmanager
 def optimizers_kept(state: Mapping[Any, Any]) -> Iterator[None]:
     """Give the optimizers their state back if the block raises."""
-    found = [_stepped(leaf, x)[0] for _, leaf, x in leaves_of(state) if isinstance(leaf, Optimizer)]
+    found = [_stepped(leaf, beside)[0] for _, leaf, beside in _optimizers(state)]
     before = [dict(one.state) for one in found]
     try:
         yield
@@ -155,17 +154,16 @@ def check_groups(state: Mapping[Any, Any], values: Mapping[str, Any]) -> None:
 
     Raises:  CourseError for an optimizer with other groups, and where none was saved
     """
-    for path, leaf, _ in leaves_of(state):
-        if isinstance(leaf, Optimizer):
-            need = f"{type_of(leaf)} with {len(leaf.param_groups)} parameter groups"
-            groups, kind = _saved_groups(path, values), _saved_at((*path, "type"), values)
-            fits = all(map(_settings_fit, leaf.param_groups, groups))
-            if len(groups) != len(leaf.param_groups) or kind != type_of(leaf) or not fits:
-                got = f"{kind or 'none'} with {len(groups)}" if fits else f"{kind} with others"
-                raise CourseError(
-                    f"load: need {need} for {'.'.join(path)}; the checkpoint has {got}. Try the "
-                    "optimizer that it was saved with."
-                )
+    for path, leaf, _ in _optimizers(state):
+        need = f"{_type_of(leaf)} with {len(leaf.param_groups)} parameter groups"
+        groups, kind = _saved_groups(path, values), _saved_at((*path, "type"), values)
+        fits = all(map(_settings_fit, leaf.param_groups, groups))
+        if len(groups) != len(leaf.param_groups) or kind != _type_of(leaf) or not fits:
+            got = f"{kind or 'none'} with {len(groups)}" if fits else f"{kind} with others"
+            raise CourseError(
+                f"load: need {need} for {'.'.join(path)}; the checkpoint has {got}. Try the "
+                "optimizer that it was saved with."
+            )
 
 
 def _settings_fit(group: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
@@ -190,13 +188,12 @@ def finish_load(
 
     `check_groups` has to be called before.
     """
-    for path, leaf, _ in leaves_of(state):
-        if isinstance(leaf, Optimizer):
-            _set_settings(path, leaf, values)
-            if isinstance(leaf, ShardedOptimizer):
-                leaf.share_settings()
-                if not any(map(is_master, saved)):
-                    leaf.masters_from_params()
+    for path, leaf, _ in _optimizers(state):
+        _set_settings(path, leaf, values)
+        if isinstance(leaf, ShardedOptimizer):
+            leaf.share_settings()
+            if not any(map(is_master, saved)):
+                leaf.masters_from_params()
 
 
 def leaves_of(state: Mapping[Any, Any], above: Keys = ()) -> Iterator[Leaf]:
@@ -210,6 +207,10 @@ def leaves_of(state: Mapping[Any, Any], above: Keys = ()) -> Iterator[Leaf]:
 
 
 # --- optimizers
+
+
+def _optimizers(state: Mapping[Any, Any]) -> list[tuple[Keys, Optimizer, Mapping[Any, Any]]]:
+    return [leaf for leaf in leaves_of(state) if isinstance(leaf[1], Optimizer)]
 
 
 def _stepped(optimizer: Optimizer, beside: Mapping[Any, Any]) -> tuple[Optimizer, list[ParamShard]]:
@@ -326,7 +327,7 @@ def _set_settings(path: Keys, optimizer: Optimizer, values: Mapping[str, Any]) -
 # --- plain values
 
 
-def _put(values: dict[str, Any], path: Keys, value: Any) -> None:
+def put_value(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
     """Put a value at a path into nested dicts."""
     for key in path[:-1]:
         values = values.setdefault(key, {})

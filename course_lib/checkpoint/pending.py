@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from course_lib.checkpoint.agree import rank_in
 from course_lib.checkpoint.folder import Checkpoint
 from course_lib.collectives.group import Group
-from course_lib.core.errors import CourseError
 
 # Of the process, as process groups are: whoever saves next has to find them.
 _OWN: "WeakKeyDictionary[Any, Group]" = WeakKeyDictionary()  # groups of threads, by the callers'
@@ -34,9 +34,7 @@ class PendingSave:
     """
 
     def __init__(self, write: Callable[[], Checkpoint], start_s: float) -> None:
-        self._write, self._waited_s = write, 0.0
-        self._result: Checkpoint | None = None
-        self._problem: Exception | None = None
+        self._write, self._result, self._waited_s = write, Future[Checkpoint](), 0.0
         self._start_s, self._end_s = time.perf_counter(), float("inf")
         _PENDING.append(self)
         # not a daemon: Python waits for it at exit
@@ -46,11 +44,11 @@ class PendingSave:
 
     def _run(self) -> None:
         try:
-            self._result = self._write()
-        except Exception as problem:
-            self._problem = problem
+            self._result.set_result(self._write())
+        except BaseException as problem:
             if rank_in(None) == 0:
                 print(f"save_async: {problem}", file=sys.stderr)  # wait() may never be called
+            self._result.set_exception(problem)
         self._end_s = time.perf_counter()
 
     def done(self) -> bool:
@@ -67,11 +65,7 @@ class PendingSave:
         self._waited_s += time.perf_counter() - start_s
         if self in _PENDING:
             _PENDING.remove(self)
-        if self._problem is not None:
-            raise self._problem
-        if self._result is None:
-            raise CourseError("save_async: need a thread that ends; it was killed. Try save.")
-        return self._result
+        return self._result.result()
 
     @property
     def write_s(self) -> float:

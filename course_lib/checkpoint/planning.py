@@ -6,15 +6,16 @@ Notebook 14_checkpoint.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from course_lib.checkpoint.data_file import DTYPES, NAMES
-from course_lib.checkpoint.local_state import LocalState
+from course_lib.checkpoint.local_state import LocalState, dtype_name
 from course_lib.core.errors import CourseError
-from course_lib.core.shards import Box, Shape, covers_once
+from course_lib.core.shards import Box, Shape, Shard, covers_once
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,13 @@ def offer_of(local: LocalState) -> Offer:
     for name, shard in local.shards.items():
         names[id(shard)].append(name)
     shards = {id(shard): shard for shard in local.shards.values()}
-    metas = local.metas()
-    return Offer(
-        [
-            (
-                tuple(all_names),
-                metas[all_names[0]].dtype,
-                shard.shape,
-                [box for box, _ in shard.pieces],
-            )
-            for all_names, shard in ((names[key], shard) for key, shard in shards.items())
-            if shard.pieces
-        ],
-        local.values,
-    )
+    tensors = []
+    for key, shard in shards.items():
+        if shard.pieces:
+            boxes, parts = zip(*shard.pieces, strict=True)
+            dtype = dtype_name(parts[0].dtype)
+            tensors.append((tuple(names[key]), dtype, shard.shape, list(boxes)))
+    return Offer(tensors, local.values)
 
 
 def plan(offers: list[Offer]) -> WritePlan:
@@ -78,7 +72,9 @@ def plan(offers: list[Offer]) -> WritePlan:
     found: WritePlan = {}
     for names, boxes_of in holders.items():
         dtype, shape = metas[names]
-        _check_dtype(dtype, names[0])
+        if dtype not in NAMES:
+            need = f"save: need a dtype out of {', '.join(NAMES)}"
+            raise CourseError(f"{need}; got {dtype} for {names[0]}.")
         if not covers_once(shape, list(boxes_of)):
             raise CourseError(
                 f"save: need shards that cover {names[0]}, of {list(shape)}, exactly once; got "
@@ -95,20 +91,15 @@ def plan(offers: list[Offer]) -> WritePlan:
     return found
 
 
-def _check_dtype(dtype: str, name: str) -> None:
-    if dtype not in NAMES:
-        raise CourseError(f"save: need a dtype out of {', '.join(NAMES)}; got {dtype} for {name}.")
-
-
-def own_tensors(local: LocalState, agreed: WritePlan, rank: int) -> list[Tensor]:
-    """Return the tensors that this rank writes, in the order of their keys."""
-    found = {}
-    for names, (_, _, places) in agreed.items():
-        shard = local.shards.get(names[0])
-        for box, tensor in shard.pieces if shard else ():
-            if places[box].rank == rank:
-                found[places[box].key] = tensor
-    return [found[key] for key in sorted(found)]
+def own_pieces(
+    shards: Mapping[str, Shard], agreed: WritePlan, rank: int
+) -> Iterator[tuple[tuple[str, ...], Shape, Box, Tensor]]:
+    """Yield what this rank writes in the order of the keys: names and shape, box and elements."""
+    for names, (_, shape, places) in agreed.items():
+        pieces = dict(shards[names[0]].pieces) if names[0] in shards else {}
+        for box, place in places.items():
+            if place.rank == rank:
+                yield names, shape, box, pieces[box]
 
 
 def merge_values(values: list[dict[str, Any]]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from course_lib.checkpoint.manifest import (
 )
 from course_lib.checkpoint.ownership import check_ours, note_ours
 from course_lib.checkpoint.pending import PendingSave, group_of_its_own, wait_for_pending
-from course_lib.checkpoint.planning import Offer, merge_values, offer_of, own_tensors, plan
+from course_lib.checkpoint.planning import Offer, merge_values, offer_of, own_pieces, plan
 from course_lib.checkpoint.storage import Storage, storage_of
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
@@ -67,7 +67,7 @@ def save(
     Raises:  CourseError where it cannot be written, for a folder of another run, and where another
              job has saved since this one has; the checkpoints before stay
     """
-    return Saving(state, folder, step=step, group=group, keep=keep, run=run).write(group)
+    return Saving(state, folder, step, keep, run, group).write(group)
 
 
 def save_async(
@@ -90,7 +90,7 @@ def save_async(
     Raises:  CourseError as `save`, here or in `.wait()`; and what a pending save has raised
     """
     start_s = time.perf_counter()
-    saving = Saving(state, folder, step=step, group=group, keep=keep, run=run)
+    saving = Saving(state, folder, step, keep, run, group)
     from_all(saving.stage, group)
     own = group_of_its_own(group)
     return PendingSave(lambda: saving.write(own), start_s)
@@ -103,15 +103,9 @@ class Saving:
     """
 
     def __init__(
-        self,
-        state: Mapping[Any, Any],
-        folder: Folder,
-        *,
-        step: int,
-        group: Group = None,
-        keep: int | None = None,
-        run: Mapping[str, Any] | None = None,
-    ) -> None:
+        self, state: Mapping[Any, Any], folder: Folder, step: int, keep: int | None,
+        run: Mapping[str, Any] | None, group: Group,
+    ) -> None:  # fmt: skip
         if step < 0 or (keep is not None and keep < 1):
             raise CourseError(f"save: need step >= 0 and keep >= 1; got {step} and {keep}.")
         self.storage, self.name, self.rank = storage_of(folder), name_of(step), rank_in(group)
@@ -127,7 +121,7 @@ class Saving:
         offers = from_all(offer, group)
         self.values = merge_values([one.values for one in offers])
         self.plan = plan(offers)
-        self.tensors = own_tensors(local[0], self.plan, self.rank)
+        self.tensors = [x for *_, x in own_pieces(local[0].shards, self.plan, self.rank)]
 
     def _begin(self) -> str:
         check_ours(self.storage, self.run)

@@ -6,13 +6,14 @@ The folder is on a disk that all ranks see, or in a store that fsspec reaches by
 
 import fcntl
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from course_lib.core.errors import CourseError
 from course_lib.core.files import whole_file
@@ -21,80 +22,17 @@ T = TypeVar("T")
 
 
 class Storage:
-    """A folder of checkpoints on a disk that all ranks see.
+    """A folder of checkpoints in a store that fsspec reaches: `memory://run`, `s3://bucket/run`.
 
     path   where it is, the same text for the same folder
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.path = os.path.realpath(folder)
-
-    def list(self, inside: str = "") -> list[str]:
-        """Return the names in the folder, or in one inside it; none where there is no folder."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(os.listdir(Path(self.path, inside)))
-        return []
-
-    def size(self, name: str) -> int | None:
-        """Return the bytes of a file, or None where there is none."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return os.stat(Path(self.path, name)).st_size
-        return None
-
-    def open_read(self, name: str) -> BinaryIO:
-        """Open a file to read parts of it. Raises: OSError"""
-        return Path(self.path, name).open("rb")
-
-    @contextmanager
-    def open_write(self, name: str) -> Iterator[BinaryIO]:
-        """Open a new file; it is on the disk when the block ends. Raises: OSError"""
-        path = Path(self.path, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-
-    def publish(self, name: str, content: bytes) -> None:
-        """Put a file in its place at once, on the disk; what was written before it is there, too.
-
-        Raises: OSError
-        """
-        path = Path(self.path, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sync_folder(path.parent)
-        with whole_file(path, sync=True) as file:
-            file.write(content)
-        for folder in (path.parent, Path(self.path)):
-            sync_folder(folder)
-
-    def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that it holds. Raises: OSError"""
-        path = Path(self.path, name)
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other processes out of such a block of theirs. Raises: OSError"""
-        Path(self.path).mkdir(parents=True, exist_ok=True)
-        with Path(self.path, ".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, or we are dead
-            yield
-
-
-class RemoteStorage(Storage):
-    """A folder of checkpoints in a store that fsspec reaches: `memory://run`, `s3://bucket/run`.
 
     A store of objects knows neither renaming nor locks. It puts an object in its place whole, when
     all of it has arrived, so a manifest that is written last publishes a checkpoint there, too.
     Failures of any library below are raised as OSError.
     """
 
-    def __init__(self, url: str, store: Any, root: str) -> None:
-        self.path, self._store, self._root = url.rstrip("/"), store, root.rstrip("/")
+    def __init__(self, path: str, store: Any, root: str) -> None:
+        self.path, self._store, self._root = path, store, root
 
     def list(self, inside: str = "") -> list[str]:
         """Return the names in the folder, or in one inside it; none where there is no folder."""
@@ -111,7 +49,7 @@ class RemoteStorage(Storage):
             return self._store.info(self._place(name))["size"]
         return None
 
-    def open_read(self, name: str) -> BinaryIO:
+    def open_read(self, name: str) -> BufferedReader:
         """Open a file to read parts of it. Raises: OSError"""
         with self._reached(name):
             return self._store.open(self._place(name), "rb")
@@ -171,6 +109,45 @@ class RemoteStorage(Storage):
             raise OSError(None, f"{type(problem).__name__}: {problem}", place) from problem
 
 
+class LocalStorage(Storage):
+    """A folder of checkpoints on a disk that all ranks see: what is written is synced."""
+
+    def __init__(self, folder: str) -> None:
+        place = os.path.realpath(folder)
+        super().__init__(place, LocalFileSystem(), place)
+
+    @contextmanager
+    def open_write(self, name: str) -> Iterator[BinaryIO]:
+        """Open a new file; it is on the disk when the block ends. Raises: OSError"""
+        path = Path(self.path, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def publish(self, name: str, content: bytes) -> None:
+        """Put a file in its place at once, on the disk; what was written before it is there, too.
+
+        Raises: OSError
+        """
+        path = Path(self.path, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sync_folder(path.parent)
+        with whole_file(path, sync=True) as file:
+            file.write(content)
+        for folder in (path.parent, Path(self.path)):
+            sync_folder(folder)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes out of such a block of theirs. Raises: OSError"""
+        Path(self.path).mkdir(parents=True, exist_ok=True)
+        with Path(self.path, ".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, or we are dead
+            yield
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
@@ -187,7 +164,7 @@ def storage_of(folder: str | os.PathLike[str]) -> Storage:
     """
     place = os.fspath(folder)
     if "://" not in place:
-        return Storage(place)
+        return LocalStorage(place)
     try:
         store, root = url_to_fs(place)
     except ImportError as missing:  # its text says what to install
@@ -199,7 +176,9 @@ def storage_of(folder: str | os.PathLike[str]) -> Storage:
             f"{place}: need a folder, or a URL that fsspec knows; got: {_first_line(unknown)}. "
             "Try file://, memory:// or s3://."
         ) from None
-    return Storage(root) if "file" in store.protocol else RemoteStorage(place, store, root)
+    if "file" in store.protocol:
+        return LocalStorage(root)
+    return Storage(place.rstrip("/"), store, root.rstrip("/"))
 
 
 def _first_line(problem: Exception) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from course_lib.checkpoint.data_file import DTYPES, NAMES
+from course_lib.checkpoint.data_file import DTYPES, NAMES, bytes_of, header_bytes
 from course_lib.checkpoint.folder import Checkpoint, Reported, read_tensor
 from course_lib.checkpoint.local_state import LocalState
 from course_lib.checkpoint.model_state import whole_shard
@@ -131,16 +131,9 @@ def _write(
             "shape": shape[::-1] if one.transposed else shape,
             "data_offsets": [start, end],
         }
-    text = json.dumps({"__metadata__": dict(metadata), **header}).encode()
-    text += b" " * (-len(text) % 8)
     with whole_file(path, sync=True) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_bytes({"__metadata__": dict(metadata), **header}))
         for one in tensors:
-            file.write(_bytes_of(one, checkpoint))
+            file.write(bytes_of(one.join([read_tensor(checkpoint, x) for x in one.sources])))
             if progress:
                 progress(header[one.name]["data_offsets"][1], end)
-
-
-def _bytes_of(one: Renamed, checkpoint: Checkpoint) -> Any:
-    parts = [read_tensor(checkpoint, name) for name in one.sources]
-    return one.join(parts).contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -192,14 +192,23 @@ check("checkpoint-1", publish)
 # has to go on with fewer ranks: which rank then reads which file? The files have to say which part
 # of the model they contain, and not only which rank wrote them.
 #
-# To see how, FSDP now trains 10 steps on 4 ranks, and saves a checkpoint after every 5 steps.
+# To see how, FSDP now trains 10 steps on 4 ranks, and saves a checkpoint after every 5 steps. The
+# code that trains is the one of `python -m course_lib.train`.
 
 # %% tags=["measured"]
+from dataclasses import replace
 from pathlib import Path
 
+from course_lib.core import MODELS
+from course_lib.train.config import TrainConfig
+from course_lib.train.trainer import train
+
+sizes = {"model": MODELS["tiny"], "global_batch": 4, "seq": 8, "steps": 20}
+run = TrainConfig(**sizes, strategy="fsdp", save_every=5, every=0, out=FOLDER)
+on_4 = replace(run, steps=10, out=f"{FOLDER}/fsdp on 4")
 four, pair = Ranks(4), Ranks(2)
-four.run(lab.train, f"{FOLDER}/fsdp on 4", 10)
-found = latest(f"{FOLDER}/fsdp on 4")
+four.run(train, on_4)
+found = latest(on_4.checkpoints)
 for path in sorted(Path(found.path).iterdir()):
     print(f"{path.parent.name}/{path.name}: {format_bytes(path.stat().st_size)}")
 
@@ -382,20 +391,25 @@ check("checkpoint-3", Resume)
 guess_resume = predict("step of the newest whole checkpoint")
 ### GUESS guess_resume.commit(15)
 
+
 # %% tags=["failure", "measured"]
-never_stopped = pair.run(lab.train, f"{FOLDER}/whole", 20)[0]
+def losses_of(config):
+    return {step["step"]: step["loss"] for step in pair.run(train, config)[0].steps}
+
+
+never_stopped = losses_of(replace(run, out=f"{FOLDER}/whole"))
+killed = replace(run, out=f"{FOLDER}/killed")
 try:
-    pair.run(lab.train, f"{FOLDER}/killed", 20, kill=lab.Kill(1, 14, while_saving=True))
+    pair.run(lab.die_in_save, 1, 3, train, killed)  # rank 1, in its third save
 except RankError as died:
     print(str(died).splitlines()[0])
 
 # %% tags=["check"]
-newest = latest(f"{FOLDER}/killed")
-reveal(guess_resume, newest.step)
-continued = pair.run(lab.train, f"{FOLDER}/killed", 20)[0]
+reveal(guess_resume, latest(killed.checkpoints).step)
+continued = losses_of(replace(killed, resume=True))
 same = all(never_stopped[step] == loss for step, loss in continued.items())
 print(f"resumed at step {min(continued)}; equal bits to the end: {same}")
-print("whole checkpoints still there:", [one.step for one in all_checkpoints(f"{FOLDER}/killed")])
+print("whole checkpoints still there:", [one.step for one in all_checkpoints(killed.checkpoints)])
 
 # %% [markdown]
 # The checkpoint of step 15 has no manifest, so it does not exist for the resumed run. Only the
@@ -409,7 +423,7 @@ print("whole checkpoints still there:", [one.step for one in all_checkpoints(f"{
 # Press *Train*, and kill a rank.
 
 # %%
-explorer.FailureLab()
+explorer.FailureLab(train, replace(run, steps=1000, save_every=20))
 
 # %% [markdown]
 # **If the newest checkpoint is undamaged, a failure costs at most one interval, one save and one
@@ -428,10 +442,10 @@ explorer.FailureLab()
 # from those of section 5's run that never stopped?
 
 # %% tags=["check"]
-for strategy in lab.STRATEGIES:
-    folder = f"{FOLDER}/{strategy} on 2"
-    shutil.copytree(f"{FOLDER}/fsdp on 4", folder)
-    continued = pair.run(lab.train, folder, 15, strategy=strategy)[0]
+for strategy in ("ddp", "fsdp", "zero3"):
+    on_2 = replace(on_4, strategy=strategy, steps=15, resume=True, out=f"{FOLDER}/{strategy} on 2")
+    shutil.copytree(on_4.out, on_2.out)
+    continued = losses_of(on_2)
     apart = max(abs(loss - never_stopped[step]) for step, loss in continued.items())
     print(f"{strategy} on 2 ranks, from step {min(continued)}: within 1e-4: {apart < 1e-4}")
 

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from course_lib.checkpoint import latest, read_tensor
 from course_lib.core import ModelSpec
 from course_lib.ddp import DDP
 from course_lib.fsdp import FSDP
@@ -28,6 +29,12 @@ OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
 }
 ZERO = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
+
+
+def tensors(folder):
+    """All tensors of the newest checkpoint, whole."""
+    found = latest(folder)
+    return {name: read_tensor(found, name) for name in found.manifest.tensors}
 
 
 class Engine:

@@ -43,11 +43,6 @@ def test_four_writers_are_four_times_as_fast_until_the_storage_is_full():
     assert through == pytest.approx(10 + 0.75)
 
 
-def test_a_write_longer_than_the_interval_shows():
-    assert cost.blocked_s_async(0.1, 3, 5) == 0.1
-    assert cost.blocked_s_async(0.1, 8, 5) == pytest.approx(3.1)
-
-
 def test_bytes_and_failures_scale():
     assert cost.bytes_of_checkpoint(10) == 120
     assert cost.extra_s(1000, 300, 2.0) == 6.0

@@ -6,13 +6,14 @@ import json
 import pickle
 import resource
 import sys
+from contextlib import contextmanager
 
 import cloudpickle
 import pytest
 import torch
 
 from course_lib.checkpoint import Broken, Checkpoint, all_checkpoints, latest, load, save
-from course_lib.checkpoint.storage import Storage
+from course_lib.checkpoint.storage import LocalStorage
 from course_lib.core import CourseError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -51,47 +52,51 @@ class Runs:
         return open, ("ran", "w")
 
 
+@contextmanager
+def manifest_of(place):
+    """A checkpoint's manifest, to be changed."""
+    path = place / "manifest.json"
+    yield (manifest := json.loads(path.read_text()))
+    path.write_text(json.dumps(manifest))
+
+
 def another_files(place, content):
     """A data file that is something else, with its right size and hash in the manifest."""
     data_of(place).write_bytes(content)
-    manifest = json.loads((place / "manifest.json").read_text())
-    (saved,) = manifest["files"].values()
-    saved |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (place / "manifest.json").write_text(json.dumps(manifest))
+    with manifest_of(place) as manifest:
+        (saved,) = manifest["files"].values()
+        saved |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def in_manifest(*path_and_value):
     """Set a value of the manifest; `*` stands for the only or the first name."""
 
     def spoil(place):
-        manifest = found = json.loads((place / "manifest.json").read_text())
         *path, last, value = path_and_value
-        for key in path:
-            found = found[next(iter(found)) if key == "*" else key]
-        if last == "*":
-            last = next(iter(found))
-            found[value] = found.pop(last)
-        else:
-            found[last] = value
-        (place / "manifest.json").write_text(json.dumps(manifest))
+        with manifest_of(place) as found:
+            for key in path:
+                found = found[next(iter(found)) if key == "*" else key]
+            if last == "*":
+                found[value] = found.pop(next(iter(found)))
+            else:
+                found[last] = value
 
     return spoil
 
 
+OTHER_FILE = f"data-{'0' * 16}-r00000.safetensors"
 PIECE = ("tensors", "x", "pieces", 0)
 X = {"dtype": "float32", "shape": [4, 3]}
+HUGE = {"offsets": [0, 0], "sizes": [2**62, 1]}
 
 
 def pieces(*boxes):
     """Pieces of x in the first file, all under its key."""
 
     def spoil(place):
-        manifest = json.loads((place / "manifest.json").read_text())
-        (piece,) = manifest["tensors"]["x"]["pieces"]
-        manifest["tensors"]["x"]["pieces"] = [
-            {**piece, "offsets": offsets, "sizes": sizes} for offsets, sizes in boxes
-        ]
-        (place / "manifest.json").write_text(json.dumps(manifest))
+        with manifest_of(place) as manifest:
+            x = manifest["tensors"]["x"]
+            x["pieces"] = [x["pieces"][0] | {"offsets": at, "sizes": sizes} for at, sizes in boxes]
 
     return spoil
 
@@ -131,7 +136,7 @@ SPOILT = {
     "a field more": in_manifest("code", "import os"),
     "a path outside": in_manifest("files", "*", "../../evil.safetensors"),
     "a path from the top": in_manifest(*PIECE, "file", "/etc/passwd"),
-    "the other one's file": in_manifest(*PIECE, "file", f"data-{'0' * 16}-r00000.safetensors"),
+    "the other one's file": in_manifest(*PIECE, "file", OTHER_FILE),
     "a size that is another": in_manifest("files", "*", "bytes", 10),
     "a size below 0": in_manifest("files", "*", "bytes", -1),
     "a hash that is another": in_manifest("files", "*", "sha256", "0" * 64),
@@ -146,18 +151,7 @@ SPOILT = {
     "huge boxes": in_manifest(
         "tensors",
         "x",
-        {
-            **X,
-            "shape": [2**62, 1],
-            "pieces": [
-                {
-                    "file": f"data-{'0' * 16}-r00000.safetensors",
-                    "key": "0",
-                    "offsets": [0, 0],
-                    "sizes": [2**62, 1],
-                }
-            ],
-        },
+        {**X, "shape": [2**62, 1], "pieces": [{"file": OTHER_FILE, "key": "0", **HUGE}]},
     ),
     "sizes beyond numbers": in_manifest("tensors", "x", "shape", [10**30, 3]),
     "sizes below 0": in_manifest("tensors", "x", "shape", [-4, -3]),
@@ -316,8 +310,6 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, p
 
 def test_a_folder_that_became_read_only_keeps_its_checkpoints(tmp_path, monkeypatch):
     """As root may write anywhere, the system's answer is played."""
-    from course_lib.checkpoint.storage import Storage
-
     two(tmp_path)
 
     def refuse(*_):
@@ -325,7 +317,7 @@ def test_a_folder_that_became_read_only_keeps_its_checkpoints(tmp_path, monkeypa
 
     for call in ("open_write", "publish"):
         with monkeypatch.context() as patch:
-            patch.setattr(Storage, call, refuse)
+            patch.setattr(LocalStorage, call, refuse)
             with pytest.raises(CourseError, match="got: Read-only file system"):
                 save({"x": torch.zeros(4, 3)}, tmp_path, step=3)
         assert [one.step for one in all_checkpoints(tmp_path)] == [2, 1]
@@ -334,7 +326,7 @@ def test_a_folder_that_became_read_only_keeps_its_checkpoints(tmp_path, monkeypa
 
 def test_what_cannot_be_read_now_is_not_passed_over(tmp_path, monkeypatch):
     two(tmp_path)
-    right = Storage.open_read
+    right = LocalStorage.open_read
     for name in ("data", "manifest"):
 
         def fails(storage, path, name=name):
@@ -342,10 +334,10 @@ def test_what_cannot_be_read_now_is_not_passed_over(tmp_path, monkeypatch):
                 raise OSError(errno.EIO, "Input/output error")
             return right(storage, path)
 
-        monkeypatch.setattr(Storage, "open_read", fails)
+        monkeypatch.setattr(LocalStorage, "open_read", fails)
         with pytest.raises(CourseError, match=r"need to read .*; got: Input/output error"):
             loaded(tmp_path)
-    monkeypatch.setattr(Storage, "open_read", right)
+    monkeypatch.setattr(LocalStorage, "open_read", right)
     assert loaded(tmp_path)[0] == 2
 
 
@@ -359,13 +351,13 @@ def test_a_checkpoint_stays_whatever_fails_after_it_is_published(tmp_path, monke
     save({"x": torch.full((4, 3), 3.0), "y": torch.full((5,), 3), "n": 3}, tmp_path, step=2)
     assert loaded(tmp_path)[1] == 3
     monkeypatch.undo()
-    right = Storage.publish
+    right = LocalStorage.publish
 
     def publishes_and_fails(storage, name, content):
         right(storage, name, content)
         fails()
 
-    monkeypatch.setattr(Storage, "publish", publishes_and_fails)
+    monkeypatch.setattr(LocalStorage, "publish", publishes_and_fails)
     with pytest.raises(CourseError, match="Input/output error"):
         save({"x": torch.full((4, 3), 4.0), "y": torch.full((5,), 4), "n": 4}, tmp_path, step=2)
     assert loaded(tmp_path)[1] == 4

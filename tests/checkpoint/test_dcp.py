@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 
-from course_lib.checkpoint import Broken, latest, read_tensor, save
+from course_lib.checkpoint import Broken, save
 from course_lib.checkpoint.dcp import DcpCheckpoint, all_dcp, load_dcp, save_dcp
 from course_lib.checkpoint.dcp_metadata import read_metadata
 from course_lib.core import CourseError
 from tests.checkpoint import engines
-from tests.checkpoint.engines import Engine
+from tests.checkpoint.engines import Engine, tensors
 
 for module in (engines, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(module)
@@ -33,12 +33,6 @@ def trained(strategy="plain", seed=0):
 
 def weights(engine):
     return engine.state["model"].state_dict()
-
-
-def tensors(folder):
-    """All tensors of the newest checkpoint in the course's format."""
-    found = latest(folder)
-    return {name: read_tensor(found, name) for name in found.manifest.tensors}
 
 
 def same(found, expected):

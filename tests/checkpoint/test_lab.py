@@ -1,43 +1,38 @@
-"""The lab of checkpoints: killed runs continue bit for bit; what is measured is what it says."""
+"""The lab of checkpoints: ranks die where it says, and what is measured is what it says."""
 
-import shutil
+import sys
 import time
+from dataclasses import replace
 
+import cloudpickle
 import pytest
+import torch
 
-from course_lib.checkpoint import all_checkpoints, cost, lab, latest
+from course_lib.checkpoint import cost, lab, latest, save
 from course_lib.checkpoint.explorer import FailureLab
 from course_lib.checkpoint.power_cut import EmulatedDisk, cuts
 from course_lib.core import CourseError, Link
 from course_lib.ranks import RankError, Ranks
+from course_lib.train.trainer import train
+from tests.train.training_runs import EXACT
 
-STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def whole(pools, tmp_path_factory):
-    """The losses of a run on 2 ranks that never stopped, and its checkpoints."""
-    folder = str(tmp_path_factory.mktemp("whole"))
-    return pools(2).run(lab.train, folder, STEPS, every=3)[0], folder
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.mark.parametrize("kill", [lab.Kill(1, 4), lab.Kill(0, 5, while_saving=True)])
-def test_a_killed_run_continues_bit_for_bit(pools, whole, tmp_path, kill):
-    folder = str(tmp_path)
-    with pytest.raises(RankError, match=f"rank {kill.rank} died"):
-        pools(2).run(lab.train, folder, STEPS, every=3, kill=kill)
-    assert latest(folder).step == 3, "at most one interval is lost"
-    continued = pools(2).run(lab.train, folder, STEPS, every=3)[0]
-    assert continued == {step: loss for step, loss in whole[0].items() if step >= 3}
-    assert [one.step for one in all_checkpoints(folder)] == [6, 3]
+def parts(rank, folder):
+    """Save three times, a tensor of each rank."""
+    for step in (1, 2, 3):
+        save({"mine": {rank: torch.full((2,), step)}}, folder, step=step)
 
 
-@pytest.mark.parametrize("strategy", lab.STRATEGIES)
-def test_another_strategy_and_size_goes_on(pools, whole, tmp_path, strategy):
-    losses, folder = whole
-    shutil.copytree(folder, tmp_path / "copy")
-    found = pools(4).run(lab.train, str(tmp_path / "copy"), STEPS, every=3, strategy=strategy)[0]
-    assert found == pytest.approx({step: losses[step] for step in (6, 7)}, rel=1e-4)
+def test_a_rank_dies_in_the_middle_of_the_save_that_is_told(pools, tmp_path):
+    pools(2).run(lab.die_in_save, 1, 4, parts, tmp_path / "whole")
+    assert latest(tmp_path / "whole").step == 3
+    with pytest.raises(RankError, match="rank 1 died"):
+        pools(2).run(lab.die_in_save, 1, 2, parts, tmp_path)
+    assert latest(tmp_path).step == 1
+    (left,) = (tmp_path / "step-00000002").glob("*r00001*")
+    assert left.read_bytes() == b"a part of the data"
 
 
 def test_every_rank_writes_while_none_gathers():
@@ -75,7 +70,8 @@ def test_dcp_beside_ours_saves_as_many_bytes(pools, tmp_path):
 
 
 def test_a_killed_rank_comes_back_without_buttons():
-    failure_lab = FailureLab(num_steps=6, every=2, step_s=0.2)
+    config = replace(EXACT, strategy="ddp", steps=100, save_every=5, out="")
+    failure_lab = FailureLab(train, config)
     failure_lab.start()
     while not failure_lab.pids:
         time.sleep(0.05)
@@ -83,7 +79,7 @@ def test_a_killed_rank_comes_back_without_buttons():
     log = failure_lab.wait()
     assert sum("You kill rank 1" in line for line in log) == 1
     assert sum("rank 1 died" in line for line in log) == 1
-    assert log[-1] == "Done: step 6 is reached."
+    assert log[-1] == "Done: step 100 is reached."
 
 
 # --- the emulated disk

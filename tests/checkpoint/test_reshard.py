@@ -7,9 +7,9 @@ import cloudpickle
 import pytest
 import torch
 
-from course_lib.checkpoint import latest, load, read_tensor, save
+from course_lib.checkpoint import latest, load, save
 from tests.checkpoint import engines
-from tests.checkpoint.engines import Engine
+from tests.checkpoint.engines import Engine, tensors
 
 for module in (engines, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(module)
@@ -21,12 +21,6 @@ CHAIN = [
     *[(2, "torch-fsdp"), (4, "zero2"), (3, "tp"), (4, "fsdp"), (3, "ddp"), (2, "zero3")],
 ]
 START, STEPS = 2, 2
-
-
-def tensors(folder):
-    """All tensors of the newest checkpoint, whole."""
-    found = latest(folder)
-    return {name: read_tensor(found, name) for name in found.manifest.tensors}
 
 
 def alone(optimizer, folders):

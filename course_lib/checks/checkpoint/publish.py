@@ -199,7 +199,7 @@ def _touches(saved: RecordedSave, done: int, name: str, kind: str) -> bool:
 def _judge_end(saved: RecordedSave) -> None:
     disk = EmulatedDisk(saved.before)
     for one in saved.operations:
-        disk._do(one)
+        disk.do(one)
     for name, content in saved.need.items():
         if disk.files.get(name) != content:
             raise failed(*_why_missing(saved, name, name in disk.files))
