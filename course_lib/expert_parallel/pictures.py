@@ -221,8 +221,8 @@ def nodes_picture(
         for name, limit in (("any nodes", None), (f"at most {most}", most))
     }
     told = [nodes_reached(8, active, limit) for limit in (None, most)]
-    title = f"{active} of {experts} experts on 8 nodes: a token is sent to {told[0]:.1f} nodes, "
-    title += f"with a limit of {most} to {told[1]:.1f}"
+    title = f"{active} of {experts} experts on 8 nodes: {told[0]:.1f} nodes per token, "
+    title += f"{told[1]:.1f} with a limit of {most}"
     figure = compare(
         nodes,
         curves,

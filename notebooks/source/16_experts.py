@@ -13,7 +13,7 @@
 # - keep experts balanced, with an auxiliary loss or with a bias that is moved;
 # - choose how to split the experts of a published model.
 #
-# **Prerequisites:** lessons 04, 06, 07. **Time:** about 35 minutes to read and run, 55 for five
+# **Prerequisites:** lessons 04, 06, 07. **Time:** about 38 minutes to read and run, 50 for five
 # exercises (core: 1, 2, 3, 4).
 #
 # | symbol | in code | meaning |
@@ -42,17 +42,14 @@ from course_lib.ranks import Ranks
 # %% [markdown]
 # ## 1 Larger, but not more expensive
 #
-# Larger models learn better, but a step of a dense model takes $6N$ FLOP per token (lesson 01b): a
-# model with ten times the parameters $N$ costs ten times as much. A *mixture of experts* (MoE)
-# breaks this rule. Most of the parameters of a Transformer are in its MLPs. An MoE replaces the MLP
-# of a layer by $E$ smaller ones, the experts. For each token, a *router* chooses $k$ of them. The
-# token uses these and no others, so its FLOP follow from its *active* parameters:
-# $6 N_\text{active}$.
+# A step of a dense model takes $6N$ FLOP per token (lesson 01b): ten times the parameters $N$ cost
+# ten times as much. A *mixture of experts* (MoE) breaks this rule. It replaces the MLP of a layer
+# by $E$ smaller ones, the experts. For each token, a *router* chooses $k$ of them, and the token
+# uses no others. So its FLOP follow from its *active* parameters: $6 N_\text{active}$.
 #
-# The idea is old (Jacobs et al. 1991). Shazeer et al. (2017) made it large: thousands of experts,
-# of which each token uses a few. DeepSeek-V3 has 256 experts per layer, 8 of which are active, and
-# one shared expert that every token uses (DeepSeek-AI 2024, section 4.2). What share of its
-# parameters does a token use?
+# The idea is old (Jacobs et al. 1991); Shazeer et al. (2017) made it large. DeepSeek-V3 has 256
+# experts per layer, of which a token uses 8, and one *shared* expert that every token uses
+# (DeepSeek-AI 2024, section 4.2). What share of its parameters does a token use?
 
 # %% tags=["predict"]
 guess_active = predict("active parameters of DeepSeek-V3 divided by all (like 0.25)")
@@ -68,13 +65,11 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
     print(f"{name}: {total:.1f} B parameters, {active:.1f} B active; {experts}")
 
 # %% [markdown]
-# Compute follows the active parameters, but memory does not. All experts have to be stored, with
-# their gradients and their optimizer state (16 bytes per parameter, lesson 01), because the next
-# token may choose any of them. The model states of a rank are of three kinds. Tensor parallelism
-# divides attention, dense MLPs and shared experts ("split"). Norms and routers are on every rank
-# ("whole"). Experts need an axis of their own: *expert parallelism* (EP) gives each of $p$ ranks
-# $E/p$ experts. Whether tp divides experts as well is a separate choice (section 4); an estimator
-# of memory has to ask.
+# Compute follows the active parameters, but memory does not: all experts have to be stored with
+# their gradients and optimizer state (16 bytes per parameter, lesson 01), because the next token
+# may choose any of them. Tensor parallelism divides attention, dense MLPs and shared experts
+# ("split" below); norms and routers are on every rank ("whole"). Experts need an axis of their own:
+# *expert parallelism* (EP) gives each of $p$ ranks $E/p$ experts.
 
 # %%
 from course_lib.core.parallelism import Parallelism
@@ -87,29 +82,29 @@ for ep in (1, 8, 64):
     print(f"ep {ep:2}, ZeRO-1: {sum(gib.values()):,.0f} GiB per rank: {words}")
 
 # %% [markdown]
-# ZeRO-1 divides the optimizer state of an expert only over the dp/ep ranks that hold it: with ep 64
-# over 8 ranks, not over 512. So the memory of experts falls by less than ep.
-#
-# Without a pipeline, even 64 ranks are not enough for an H100 with 80 GB. DeepSeek trained with 64
-# ranks for the experts, and in addition a pipeline of 16 stages (DeepSeek-AI 2024, section 3.2),
-# which divides all three kinds.
+# The memory of experts falls by less than ep, because ZeRO-1 divides an expert's optimizer state
+# only over the dp/ep ranks that hold it. And even 64 ranks are not enough for an H100 with 80 GB:
+# DeepSeek added a pipeline of 16 stages, which divides all three kinds (section 3.2).
 #
 # **A mixture of experts computes like a small model, and stores like a large one. So its experts
 # are divided over ranks, and the tokens have to travel.**
 #
 # ## 2 The router, and its gradient
 #
-# Before tokens travel, somebody has to decide where to. The router is one small matrix: it turns
-# the $h$ values of a token into $E$ logits. The token takes the $k$ experts with the largest
-# logits. Their outputs $f_e(x)$ are added with weights $w_e$:
+# Before tokens travel, the router has to decide where to. It is one small matrix, which turns the
+# $h$ values of a token into $E$ logits $z_e$. The token takes the $k$ experts with the largest
+# logits, and adds their outputs $f_e(x)$ with weights $w_e$:
 #
 # $$ y = \sum_{e \in \text{top-}k} w_e\, f_e(x), \qquad
 # w_e = \frac{\exp z_e}{\sum_{j \in \text{top-}k} \exp z_j} . $$
 #
 # These weights are a softmax over the chosen logits only (Mixtral, Jiang et al. 2024, section 2.1).
-# It is the same, up to rounding, if one first takes the softmax over all experts, and then divides
-# the chosen probabilities by their sum. (In float32, probabilities far from the largest are 0.)
-# Others leave out the division; then the weights of a token add up to less than 1.
+#
+# <details><summary>Other weights</summary>
+# The same, up to rounding, is a softmax over all experts whose chosen probabilities are divided by
+# their sum. (In float32, probabilities far from the largest are 0.) Some models leave out the
+# division; then the weights of a token add up to less than 1.
+# </details>
 #
 # How does the router learn? The choice itself is a step function: a small change of a logit does
 # not change it, so it has no gradient. A gradient reaches the router only through the weights. With
@@ -118,10 +113,9 @@ for ep in (1, 8, 64):
 # $$ \frac{\partial L}{\partial z_e} = w_e \Big( g_e - \sum_{j \in \text{top-}k} w_j\, g_j \Big)
 # \text{ for chosen experts, and 0 for all others.} $$
 #
-# In words: a logit grows if its expert helps more than the weighted average of those chosen. With
-# these weights, an expert that was not chosen gets no signal at all, not even that it would have
-# been better. Now take $k = 1$, one expert per token, with these weights. How large is the router's
-# gradient?
+# In words: a logit grows if its expert helps more than the weighted average of those chosen. An
+# expert that was not chosen gets no signal, not even that it would have been better. Now take
+# $k = 1$ with these weights. How large is the router's gradient?
 
 # %% tags=["predict"]
 guess_router = predict("largest gradient of a router's logit, for k = 1 and these weights")
@@ -142,11 +136,11 @@ reveal(guess_router, largest_gradient(1))
 print(f"with k = 2 it is {largest_gradient(2):.2f}")
 
 # %% [markdown]
-# A single weight that is divided by its own sum is always 1. So it does not depend on the logit,
-# and the router never learns. Switch Transformers use $k = 1$, and therefore take the probability
-# of the softmax over *all* experts as the weight (Fedus et al. 2021, equation 2). Then logits that
-# were not chosen have a gradient too, through the sum below the fraction; but it does not say
-# whether their experts would have been better.
+# A single weight that is divided by its own sum is always 1. It does not depend on the logit, so
+# the router never learns. Switch Transformers use $k = 1$, and therefore take the probability of
+# the softmax over *all* experts as the weight (Fedus et al. 2021, equation 2). Then the other
+# logits have a gradient too, through the denominator; but it does not say whether their experts
+# would have been better.
 #
 # ### Exercise 1 (core): a router and its gradient
 #
@@ -186,10 +180,9 @@ check("experts-1", route)
 #
 # ## 3 There and back: dispatch and combine
 #
-# The tokens of a batch are divided over ranks (data parallelism), and so are the experts. A token
-# and its expert are rarely on the same rank. Which of the two should travel? An expert of Mixtral
-# has 176 million parameters, a token 4,096 values. So the copies of tokens travel. *Dispatch* sends
-# each copy to the rank of its expert, and *combine* sends the results back.
+# Tokens are divided over ranks (data parallelism), and so are experts. Which of the two should
+# travel? An expert of Mixtral has 176 million parameters, a token 4,096 values. So copies of tokens
+# travel: *dispatch* sends each to the rank of its expert, and *combine* sends the results back.
 
 # %% tags=["picture"]
 choices = [[0], [2], [1], [0], [3], [0], [0], [1]]
@@ -197,8 +190,7 @@ show(*pictures.dispatch_picture(choices, ep=4, experts=4))
 
 # %% [markdown]
 # This is an all-to-all (lesson 04), but an *uneven* one: each rank sends a different number of
-# copies to each other rank, and nobody knows in advance how many will arrive. A receiver has to
-# allocate memory, so it needs the numbers first. So each rank
+# copies to each other rank, and a receiver has to know the numbers to allocate memory. So each rank
 #
 # 1. sorts its copies by expert, and counts them;
 # 2. exchanges the *counts*: a small all-to-all with equal parts;
@@ -207,49 +199,47 @@ show(*pictures.dispatch_picture(choices, ep=4, experts=4))
 # 5. sends the results back: the same all-to-all with the split sizes swapped;
 # 6. adds up the results of each token, with their weights, in the original order.
 #
-# Step 2 has a price on GPUs. Split sizes have to be known on the host, so the host waits until the
-# GPU has computed the counts.
+# Step 2 has a price on GPUs: split sizes have to be known on the host, which waits for the counts.
 #
 # ### Exercise 2 (core): dispatch and combine
 #
-# *Difficulty 4 of 5, importance 5 of 5, about 18 minutes.*
+# *Difficulty 4 of 5, importance 5 of 5, about 14 minutes.*
 #
-# Return the outputs of this rank's tokens, `[tokens, hidden]`. `experts` and `weights` are
-# `[tokens, top_k]`. Rank 0 holds the first `num_experts / p` experts, rank 1 the next ones. Ranks
-# may have different numbers of tokens. `run(inputs, which)` runs this rank's experts: row i of
-# `inputs` belongs to its expert `which[i]`, counted from 0 on each rank. Example with 2 ranks and 4
-# experts: a copy for expert 3 goes to rank 1, with `which` 1. Budget: three `all_to_all_single`:
-# counts, copies, results. Forward only: what backward does comes after it. A rank may have no
-# tokens, or receive no rows. About 14 lines.
+# Sorting, counting and `which` are written; write the rest. Return the outputs of this rank's
+# tokens, `[tokens, hidden]`. `experts` and `weights` are `[tokens, top_k]`. Rank 0 holds the first
+# `num_experts / p` experts, rank 1 the next ones. `run(inputs, which)` runs this rank's experts:
+# row i of `inputs` is for its expert `which[i]`. Example with 2 ranks and 4 experts: a copy for
+# expert 3 goes to rank 1, with `which` 1. Budget: three `all_to_all_single`. A rank may have no
+# tokens, or receive no rows. Forward only. About 8 lines.
 #
-# <details><summary>Hint: sorting and counting</summary>
-# Copy n of the flattened <code>experts</code> belongs to token <code>n // top_k</code>.
-# <code>order = experts.flatten().argsort(stable=True)</code> lists the copies by expert;
-# <code>torch.bincount(..., minlength=num_experts)</code> counts them.
-# </details>
 # <details><summary>Hint: uneven all-to-all</summary>
 # <code>dist.all_to_all_single(into, x, received_rows, sent_rows)</code> takes two lists with a
 # number of rows for each rank. <code>into</code> has <code>sum(received_rows)</code> rows.
 # </details>
-# <details><summary>Hint: which expert is a row for?</summary>
-# If you exchange the counts of all <code>num_experts</code> experts, you receive for each source
-# rank the counts of your own experts: use <code>repeat_interleave</code>.
+# <details><summary>Hint: rows for each rank</summary>
+# Exchange the counts of all experts: <code>arriving</code> then has, for each source rank, those of
+# your own experts. <code>counts.view(p, -1).sum(1)</code> are the rows for each rank.
 # </details>
 
 
 # %% tags=["exercise"] exercise="experts-2"
+def local_experts(arriving, p):
+    """Return for which of this rank's experts, counted from 0, each received row is."""
+    return torch.arange(len(arriving) // p).repeat(p).repeat_interleave(arriving)
+
+
 def experts_on_ranks(tokens, experts, weights, run, num_experts):
     """Send tokens to their experts, and combine what comes back: [tokens, hidden]."""
     p, top_k = dist.get_world_size(), experts.shape[1]
-    ### BEGIN SOLUTION: sort and count, exchange counts, then copies, run, send back, add up
-    order = experts.flatten().argsort(stable=True)
+    order = experts.flatten().argsort(stable=True)  # copy n is of token n // top_k
     counts = torch.bincount(experts.flatten(), minlength=num_experts)
+    ### BEGIN SOLUTION: exchange counts, then copies, run, send back, add up
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts)
     sent, received = (c.view(p, -1).sum(1).tolist() for c in (counts, arriving))
     inputs = tokens.new_empty(sum(received), tokens.shape[1])
     dist.all_to_all_single(inputs, tokens[order // top_k], received, sent)
-    which = torch.arange(num_experts // p).repeat(p).repeat_interleave(arriving)
+    which = local_experts(arriving, p)
     results = tokens.new_empty(len(order), tokens.shape[1])
     dist.all_to_all_single(results, run(inputs, which), sent, received)
     weighted = results * weights.flatten()[order, None]
@@ -261,11 +251,10 @@ def experts_on_ranks(tokens, experts, weights, run, num_experts):
 check("experts-2", experts_on_ranks)
 
 # %% [markdown]
-# What about backward? The gradient of a received row belongs to the rank that sent the row. So the
-# backward of an all-to-all is the all-to-all with the split sizes swapped: the backward of combine
-# looks like dispatch, and the backward of dispatch like combine. The counts are known by then. The
-# course's library has this: `parallelize_experts` divides the experts of an MoE model over ranks.
-# Does it compute what one process computes?
+# What about backward? The gradient of a received row belongs to the rank that sent the row. So
+# backward is the all-to-all with the split sizes swapped: that of combine looks like dispatch, and
+# that of dispatch like combine. The library's `parallelize_experts` has both. Does it compute what
+# one process computes?
 
 # %%
 from course_lib.expert_parallel import parallelize_experts
@@ -303,11 +292,11 @@ print("outputs and gradients are those of one process:", max(four.run(layer_on_r
 #
 # $$ 2\,T\,k\,h\,\frac{p-1}{p} \text{ values in forward, and again in backward.} $$
 #
-# There is another way to divide experts: split *each* expert over the ranks, as tensor parallelism
-# splits an MLP (lesson 07). Every rank then needs the tokens of all ranks: an all-gather before the
-# experts sends $(p-1)\,T\,h$ values per rank, and a reduce-scatter after them as many. For
-# Mixtral ($k = 2$) on 8 ranks: how many bytes does expert parallelism send, divided by those of
-# this *expert tensor parallelism*?
+# The alternative is to split *each* expert over the ranks, as tensor parallelism splits an MLP
+# (lesson 07). Every rank then needs the tokens of all ranks: an all-gather in front of the experts
+# sends $(p-1)\,T\,h$ values per rank, and a reduce-scatter behind them as many. For Mixtral ($k =
+# 2$) on 8 ranks: how many bytes does expert parallelism send, divided by those of this *expert
+# tensor parallelism*?
 
 # %% tags=["predict"]
 guess_bytes = predict("bytes of expert parallelism / expert tensor parallelism, k = 2, 8 ranks")
@@ -331,20 +320,18 @@ measured = {
 show(*pictures.bytes_picture(small, measured))
 
 # %% [markdown]
-# The ratio is $k/p$. Expert parallelism sends $k$ copies of a token, whatever $p$ is, of which
-# $(p-1)/p$ leave the rank; splitting sends each token to $p - 1$ ranks. So expert parallelism wins
-# if $k < p$. (If there are as many active experts as ranks, both send equally many bytes.)
-# Splitting each expert has two other sides. It makes matrices narrow, which GPUs compute less
-# efficiently. But all ranks then compute equally much, whatever the router chooses. We come back to
-# this in section 7.
+# The ratio is $k/p$: expert parallelism sends $k$ copies of a token, of which $(p-1)/p$ leave the
+# rank; splitting sends each token to $p - 1$ ranks. So expert parallelism sends less if $k < p$.
+# Splitting makes matrices narrow, which GPUs compute less efficiently. But all ranks then compute
+# equally much, whatever the router chooses (section 7).
 #
 # ### Across nodes
 #
-# With 64 ranks, most copies leave the node, and a link between nodes is about ten times slower. But
-# if several experts of a token are on the same node, the token needs to travel there only once:
-# inside the node, the fast link passes it on. DeepSeek-V3 does this. Its 256 experts are on 64
-# GPUs, that is, on 8 nodes. With 8 experts at random, on how many of these nodes are the experts of
-# a token, on average?
+# With 64 ranks most copies leave the node, over a link that is about ten times slower. But if
+# several experts of a token are on one node, the token needs to travel there only once: inside the
+# node, the fast link passes it on. DeepSeek-V3 does this. Its 256 experts are on 64 GPUs, that is,
+# on 8 nodes. With 8 experts at random, on how many of these nodes are a token's experts, on
+# average?
 
 # %% tags=["predict"]
 guess_nodes = predict("nodes that a token is sent to, of 8, with 8 of 256 experts")
@@ -359,9 +346,8 @@ show(*pictures.nodes_picture())
 # %% [markdown]
 # One choice misses a node of $n$ with probability $1 - 1/n$, and $k$ choices all miss it with
 # $(1 - 1/n)^k$. So on average a token is sent to $n\,(1 - (1 - 1/n)^k)$ nodes. DeepSeek-V3 limits
-# this by construction: the router first chooses at most 4 nodes for each token, then 8 experts on
-# them (DeepSeek-AI 2024, section 2.1.2). The picture shows the formula, and simulated tokens. With
-# the limit, tokens use almost all of the 4 nodes, because these were chosen for their good experts.
+# this: the router first chooses at most 4 nodes for each token, then 8 experts on them
+# (DeepSeek-AI 2024, section 2.1.2).
 #
 # Move the sliders: when does the network take longer than the experts?
 
@@ -376,19 +362,16 @@ expert_explorer()
 #
 # ## 5 Whose gradients are averaged with whom
 #
-# Expert parallelism needs no further ranks. It reuses those of data parallelism: each rank has its
-# own tokens, a copy of attention, norms and router, and $E/p$ experts. With 4 ranks, $p = 2$ and 8
-# experts:
+# Expert parallelism reuses the ranks of data parallelism: each rank has its own tokens, a copy of
+# attention, norms and router, and $E/p$ experts. With 4 ranks, $p = 2$ and 8 experts:
 #
 # | rank 0 | rank 1 | rank 2 | rank 3 |
 # |---|---|---|---|
 # | experts 0 to 3 | experts 4 to 7 | experts 0 to 3 | experts 4 to 7 |
 #
-# Ranks 0 and 1 exchange tokens, and so do ranks 2 and 3. Ranks 0 and 2 hold the same experts.
-#
-# All ranks have a copy of the *dense* parameters, so their gradients are averaged over all 4 ranks,
-# as in lesson 05. An expert is only on 2 of them. Between which ranks should its gradient be
-# summed, and what should it be divided by?
+# Ranks 0 and 1 exchange tokens, and so do ranks 2 and 3. *Dense* parameters are on all ranks, so
+# their gradients are averaged over all 4, as in lesson 05. An expert is on only 2 of them. Over
+# which ranks should its gradient be summed, and what should it be divided by?
 #
 # Go back to what we want: the gradient of the mean of all ranks' losses,
 # $L = \frac{1}{\text{dp}} \sum_r L_r$. For a dense parameter $w$, each rank computes
@@ -396,9 +379,9 @@ expert_explorer()
 #
 # $$ \frac{\partial L}{\partial w} = \frac{1}{\text{dp}} \sum_r \frac{\partial L_r}{\partial w} . $$
 #
-# For an expert the same formula holds. But an expert's rank has received tokens from all $p$ ranks
-# of its group, and backward has brought it the gradients of all their losses. So its local gradient
-# is *already* a sum over $p$ ranks. What is missing is the sum over the ranks that hold the same
+# For an expert the same formula holds. But its rank has received tokens from all $p$ ranks of its
+# group, and backward has brought the gradients of all their losses. So its local gradient is
+# *already* a sum over $p$ ranks. What is missing is the sum over the ranks that hold the same
 # expert. Then divide by dp, the number of losses, *not* by the number of terms in this last sum.
 #
 # ### Exercise 3 (core): average the gradients
@@ -431,12 +414,13 @@ check("experts-3", average_gradients)
 # %% [markdown]
 # ### Break it
 #
-# The library divides where it is easy to forget: inside the layer. `parallelize_experts` divides
-# the gradients of the experts by $p$ in backward, and whoever averages gradients afterwards only
-# needs to know which ranks hold the same expert. We undo this division with a hook. Then experts
-# have gradients $p$ times too large, here 2 times, and all other parameters are right. What is the
-# last loss, divided by the correct one? (`Mesh(dp=p)` of lesson 11 names the ranks; `expert_groups`
-# forms the groups of the table above, and `finish` of lesson 06 waits for the averages.)
+# DeepSpeed's ZeRO divided by the wrong number until 2024: gradients of experts were ep times too
+# large (issue 6545), and so they were in MegaBlocks (pull request 20, 2023). `parallelize_experts`
+# divides the gradients of experts by $p$ in backward, so that whoever averages them only needs to
+# know which ranks hold the same expert. A hook undoes this division: experts have gradients $p = 2$
+# times too large, and all other parameters are right. What is the last loss, divided by the correct
+# one? (`expert_groups` forms the groups of the table above from a `Mesh`, lesson 11; `finish`,
+# lesson 06, waits for the averages.)
 
 # %%
 from course_lib.ddp import DDP
@@ -501,9 +485,9 @@ runs = {"one process": alone, "experts' gradients 2 times too large": broken}
 show(losses(runs, "With experts' gradients 2 times too large, the loss still falls"), "Loss curves")
 
 # %% [markdown]
-# The loss falls as it should. For experts the learning rate is 2 times too large, and nothing else
-# happens. With Adam one sees even less: Adam divides the mean gradient by the root of the mean
-# square, so a constant factor cancels.
+# The loss falls as it should: for experts the learning rate is 2 times too large, and nothing else
+# happens. With Adam one sees even less, because it divides the mean gradient by the root of the
+# mean square, where a constant factor cancels.
 
 # %% tags=["failure"]
 right_adam, broken_adam = (
@@ -524,10 +508,10 @@ for words, found in {"correct": own, "broken": wrong}.items():
     print(f"{words}: gradients / those of one process: experts {ratios[0]}, others {ratios[1]}")
 
 # %% [markdown]
-# But the mistake matters. Clipping by the global norm (lesson 11) now sees experts that are too
-# large, and makes everything else too small. With SGD, weight decay is too weak for experts. And
-# the same settings train differently on another number of ranks. What finds it is again the
-# comparison with one process: of *gradients*, in float64, on several sizes of ep.
+# But the mistake matters. Clipping by the global norm (lesson 11) makes everything but the experts
+# too small, weight decay of SGD is too weak for experts, and the same settings train differently on
+# another number of ranks. What finds it is the comparison with one process: of *gradients*, in
+# float64, for several ep.
 #
 # **Sum an expert's gradient over the ranks that hold this expert, and divide by the number of all
 # ranks whose losses are in it. A falling loss does not test the scale; gradients beside those of
@@ -537,16 +521,15 @@ for words, found in {"correct": own, "broken": wrong}.items():
 #
 # ## 6 Balance
 #
-# So far experts were chosen about equally often. But nothing makes a router do so. On the contrary:
-# an expert that gets more tokens learns faster, so it becomes better, and gets even more. In a
-# step, all ranks wait for the one with the most tokens:
+# So far experts were chosen about equally often, but nothing makes a router do so. On the contrary:
+# an expert that gets more tokens learns faster, becomes better, and gets even more. In a step, all
+# ranks wait for the one with the most tokens:
 #
 # $$ \text{time of the experts} \propto
 # \frac{\text{tokens of the fullest rank}}{\text{mean over ranks}} . $$
 #
 # The next picture shows one layer on 4 real ranks. Its messages are real. Its experts only sleep,
-# so that the cores of your machine play no role: 0.4 ms per copy in forward, twice as long in
-# backward.
+# 0.4 ms per copy in forward and twice as long in backward, so that your cores play no role.
 
 # %% tags=["picture", "measured"]
 routings = {
@@ -557,17 +540,16 @@ layer = lab.layer_runs(four, routings, experts=8)
 show(*pictures.layer_on_the_clock(layer))
 
 # %% [markdown]
-# In the skewed run, rank 0 has the most popular experts. The others receive their results late, and
-# wait: the exchange cannot end before the fullest rank has computed. The button below the picture
-# saves the events for Perfetto (lesson 06), where you can look at each message.
+# In the skewed run rank 0 has the popular experts, and all others wait for its results. (The button
+# below the picture saves the events for Perfetto, lesson 06.)
 #
 # ### Capacity: drop what does not fit
 #
 # The oldest remedy is a limit. With a *capacity factor* $c$, an expert takes at most $\lceil c\,T k
 # / E \rceil$ copies of $T$ tokens, and drops the others (Lepikhin et al. 2020; Fedus et al. 2021,
-# section 2.2). The residual connection carries a dropped token past the layer. If an expert with
-# fewer copies is filled up with zeros, all messages and matrices have fixed sizes. And no rank is
-# ever more than $c$ times as busy as the mean before dropping. The price is tokens that get less
+# section 2.2); the residual connection carries a dropped token past the layer. No rank is then more
+# than $c$ times as busy as the mean before dropping. And if experts with fewer copies are filled up
+# with zeros, all messages and matrices have fixed sizes. The price is tokens that get less
 # computation than others, and zeros that are moved and computed.
 
 # %% tags=["picture"]
@@ -582,9 +564,9 @@ loads = {name: count_experts(one, 8) for name, one in drawn.items()}
 show(*pictures.dropped_picture(loads, dropped, factors))
 
 # %% [markdown]
-# If the load is balanced, a small factor such as 1.25 drops almost nothing. If it is not, then even
-# a factor of 2 drops tokens. So a capacity does not replace balance. Newer models have no capacity:
-# they are *dropless*, and use kernels for groups of unequal size (MegaBlocks, Gale et al. 2022).
+# With a balanced load, a factor of 1.25 drops almost nothing. With a skewed one, even a factor of 2
+# drops tokens. So a capacity does not replace balance. Newer models have none: they are *dropless*,
+# and use kernels for groups of unequal size (MegaBlocks, Gale et al. 2022).
 #
 # ### Two rules that balance
 #
@@ -595,15 +577,14 @@ show(*pictures.dropped_picture(loads, dropped, factors))
 #
 # At balance both are $1/E$, so the sum is 1. The shares $f_e$ come from the choice, and have no
 # gradient. The derivative by $P_e$ is $E f_e$: the more tokens an expert has, the more its
-# probability is pushed down (Fedus et al. 2021, equations 4 to 6; they divide by $k = 1$). But this
-# gradient also disturbs the model: it pushes a router away from experts that are right for a token.
+# probability is pushed down (Fedus et al. 2021, equations 4 to 6, for $k = 1$). But this gradient
+# also pushes a router away from experts that are right for a token.
 #
-# **A bias that is moved.** DeepSeek-V3 balances mostly without this gradient: it keeps an auxiliary
-# loss inside each sequence, but with a very small $\alpha$ (DeepSeek-AI 2024, section 2.1.2). Each
-# expert has a bias $b_e$. Experts are chosen by $s_e + b_e$, but weighted by the scores $s_e$
+# **A bias that is moved.** DeepSeek-V3 balances mostly without this gradient (section 2.1.2; it
+# keeps an auxiliary loss inside each sequence, with a very small $\alpha$). Each expert has a score
+# $s_e$, a sigmoid, and a bias $b_e$. Experts are chosen by $s_e + b_e$, but weighted by $s_e$
 # alone. After each step, the bias of an expert with fewer tokens than the mean grows by a small
-# constant, and that of an expert with more falls. (The scores are sigmoids, so that one expert's
-# score does not depend on those of the others.)
+# constant, and that of an expert with more falls.
 #
 # ### Exercise 4 (core): two rules
 #
@@ -666,17 +647,17 @@ claim("with a moved bias, the fullest rank has at most 10 % more", last["moved b
 show(*pictures.loads_picture(by_rule, 4))
 
 # %% [markdown]
-# Without a rule, the router collapses: after 150 steps a few experts get almost all copies. With
-# either rule, the load of the last 30 steps together stays near 1. A single step, for which ranks
-# wait, may be further away. The bias is moved by a constant per step, so it follows with a delay.
-# If the router changes faster than the bias, it is never balanced; then a larger step or a smaller
-# learning rate helps. The auxiliary loss works through the router's weights, and $\alpha$ has to be
-# chosen: too small does not balance, too large makes the router care for balance more than for the
-# text.
+# Without a rule the router collapses: after 150 steps a few experts get almost all copies. With
+# either rule, the load of the last 30 steps together stays near 1; a single step, for which ranks
+# wait, may be further away. Both rules have a number to choose. If $\alpha$ is too small, it does
+# not balance; if it is too large, the router cares for balance more than for the text. If the
+# router changes faster than the bias moves, it is never balanced.
 #
-# One detail matters on several ranks. The load that counts is that of *all* ranks together. If each
-# rank balances its own few tokens, it enforces more than is needed: a rank whose texts are all of
-# one kind may then not send them to the same experts.
+# <details><summary>On several ranks: whose load?</summary>
+# The load that counts is that of <i>all</i> ranks together. If each rank balances its own few
+# tokens, it enforces more than is needed: a rank whose texts are all of one kind may then not send
+# them to the same experts (Qiu et al. 2025).
+# </details>
 #
 # **Experts without balancing end up with unequal loads, and everyone waits for the fullest rank. A
 # capacity limits the damage by dropping tokens; an auxiliary loss or a moved bias prevents it.**
@@ -688,7 +669,7 @@ show(*pictures.loads_picture(by_rule, 4))
 #
 # ### Exercise 5 (further): seconds of each plan
 #
-# *Difficulty 3 of 5, importance 4 of 5, about 13 minutes.*
+# *Difficulty 3 of 5, importance 4 of 5, about 12 minutes.*
 #
 # Return a dict with the seconds of each plan `(ep, tp, capacity)` that fits. The three matrices
 # (hidden x ffn) of all experts take 16 bytes per parameter, divided by ep tp: at most `room_bytes`.
@@ -702,6 +683,10 @@ show(*pictures.loads_picture(by_rule, 4))
 #
 # Example: with infinite bandwidth, only FLOP count. About 10 lines.
 #
+# <details><summary>Hint: the frame of the function</summary>
+# Begin with <code>tokens, hidden, ffn, num_experts, k = layer</code>. Leave a plan out if
+# <code>16 * 3 * hidden * ffn * num_experts / (ep * tp) &gt; room_bytes</code>.
+# </details>
 # <details><summary>Hint: what tp changes in the FLOP</summary>
 # Nothing: a rank computes the copies of tp ranks, but of each expert only 1/tp.
 # </details>
@@ -718,10 +703,10 @@ def seconds_by_plan(plans, layer, fullest, room_bytes, flop_per_s, bytes_per_s):
 check("experts-5", seconds_by_plan)
 
 # %% [markdown]
-# Use it for two published models, whose layers are divided over two pipeline stages of 8 H100: each
-# has half of the layers, and 60 of its 80 GB for experts. "NVLink" is for 8 GPUs of one node,
-# "InfiniBand" for 8 GPUs of different nodes. For the fullest rank we assume 1.4 times the mean with
-# 8 ranks, and 1.2 times with 2 or 4.
+# Use it for two published models on two pipeline stages of 8 H100: a stage has half of the layers,
+# and 60 of 80 GB for experts. "NVLink" is for 8 GPUs of one node, "InfiniBand" for 8 GPUs of
+# different nodes. We assume that the fullest rank has 1.4 times the mean with 8 ranks, and 1.2
+# times with 2 or 4.
 
 # %%
 from course_lib.cost.hardware import H100
@@ -739,14 +724,15 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
         print(f"{name}, {link}, ms: {', '.join(words) or 'nothing fits'}")
 
 # %% [markdown]
-# Inside a node, where the link is fast, splitting each expert is not bad at all: it sends more
-# bytes for Mixtral, but no rank is fuller than another. Over a slow link, bytes decide: Mixtral
-# with its 2 copies should not be split, while Qwen3 has as many copies as there are ranks. Mixed
-# divisions send most: copies between the groups, and copies again inside them. On NVLink, Mixtral's
-# (4, 2) is second only because we assumed 1.2 instead of 1.4 for its fullest rank. The model leaves
-# out two things that speak against splitting. Qwen3's experts are only 768 wide, so an eighth of
-# one is a very narrow matrix, which a GPU computes inefficiently. And a gather grows with the
-# group: with 64 ranks, each rank sends its tokens 63 times. So large models use expert parallelism,
+# Inside a node, splitting each expert is not bad at all: for Mixtral it sends more bytes, but no
+# rank is fuller than another. Over a slow link, bytes decide: Mixtral with its 2 copies should not
+# be split, while Qwen3 has as many copies as there are ranks. Mixed divisions send most: copies
+# between the groups, and again inside them. (On NVLink, Mixtral's (4, 2) is second only because we
+# assumed 1.2 instead of 1.4 for its fullest rank.)
+#
+# The model leaves out two things that speak against splitting. An eighth of one of Qwen3's experts,
+# which are 768 wide, is a narrow matrix that a GPU computes inefficiently. And a gather grows with
+# the group: with 64 ranks, each sends its tokens 63 times. So large models use expert parallelism,
 # with whole experts.
 #
 # How much does balance matter in practice? Megatron-Core's developers publish pairs of runs that
@@ -780,10 +766,12 @@ for seq in sorted({int(seq) for seq, _ in rates}):
 # `python -m course_lib.train --model moe-tiny --ranks 4 --mesh dp=4,ep=2` trains a model with
 # experts; the run's record has the tokens of each expert, step by step.
 #
-# The layer of this lesson computes what the Mixtral block of transformers computes: with the same
-# weights, the logits of both models are equal (a test of the course compares them). Megatron-Core
-# has the same steps in its all-to-all dispatcher. DeepSpeed gives every expert a capacity by
-# default. DeepSeek's DeepEP replaces the all-to-all by kernels that send a token to each node once.
+# Tests of the course compare its layer with these, weight for weight: outputs and all gradients are
+# equal, up to rounding, to those of transformers' Mixtral block, of Megatron-Core's all-to-all
+# dispatcher, and of DeepSpeed's layer and engine on two groups of gloo ranks. DeepSpeed gives every
+# expert a capacity by default (`drop_tokens=False` takes it away); its auxiliary loss for $k = 2$
+# counts first choices only. DeepSeek's DeepEP replaces the all-to-all by kernels that send a token
+# to each node once.
 #
 # On your cluster, one command times the layer for balanced and for skewed routing:
 #

@@ -103,7 +103,7 @@ def _chosen(rank: int, num_tokens: int, top_k: int, num_experts: int, how: str) 
 
 COPIES, WEIGHTED = "tokens[order // top_k]", "weights.flatten()[order, None]"
 GO, WAY_BACK = "received, sent)", "sent, received)"
-WHICH_CODE = "torch.arange(num_experts // p).repeat(p).repeat_interleave(arriving)"
+WHICH_CODE = "which = local_experts(arriving, p)"
 INDEX_ADD = "torch.zeros_like(tokens).index_add(0, order // top_k, weighted)"
 CODE = "dist.all_to_all_single(arriving, counts)"
 GATHER_COUNTS = (
@@ -130,11 +130,11 @@ DISPATCH = Exercise(
         Edit(COPIES, f"{COPIES}.float().to(tokens.dtype)", DTYPE),
         Edit(
             WHICH_CODE,
-            "torch.arange(num_experts // p).repeat_interleave(arriving.view(p, -1).sum(0))",
+            "which = torch.arange(num_experts // p).repeat_interleave(arriving.view(p, -1).sum(0))",
             WHICH,
         ),
-        Edit(WHICH_CODE, "torch.arange(num_experts).repeat_interleave(arriving)", WHICH),
-        Edit(WHICH_CODE, "torch.zeros(len(inputs), dtype=torch.int64)", WHICH),
+        Edit(WHICH_CODE, "which = torch.arange(num_experts).repeat_interleave(arriving)", WHICH),
+        Edit(WHICH_CODE, "which = torch.zeros(len(inputs), dtype=torch.int64)", WHICH),
         Edit(CODE, "arriving = counts", COUNTS),
         Edit("for c in (counts, arriving))", "for c in (counts, counts))", COUNTS),
         Edit(WAY_BACK, "received, sent)", BACK),
