@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from course_lib.core.errors import CourseError
+from course_lib.debugging.activations import where_activations_part
 from course_lib.debugging.gradient_types import TOLERANCES, GradientType, type_of_gradient
 from course_lib.debugging.kept_values import kept_path, largest_difference
 from course_lib.debugging.sketches import distance
@@ -40,6 +41,7 @@ MEANS = {
     "gradient": "up to the reduction all is equal: who sums it, over which ranks, how often",
     "parameter": "the gradients are equal: clipping, learning rate, moments, weight decay",
 }
+OF_WHOLES = "the weights are equal: data, forward, backward, or who sums this gradient"
 OF_COPIES = {
     "start": "the ranks start from other weights: seed, checkpoint, or a broadcast that is missing",
     "gradient": "it is not reduced, or over other ranks: these copies will drift apart",
@@ -82,12 +84,14 @@ class RunComparison:
     differences   all of them, in the order of computation
     num_compared  by step and phase: the tensors that both runs have
     is_by_rank    rank by rank; False: whole tensors
+    where         of whole gradients: where before them activations part
     """
 
     names: tuple[str, ...]  # of the runs; of one: its copies of the same tensors were compared
     differences: Sequence[ValueDifference]
     num_compared: dict[tuple[int, str], int]
     is_by_rank: bool
+    where: str = ""
 
     @property
     def first(self) -> ValueDifference | None:
@@ -126,7 +130,7 @@ class RunComparison:
         lines = [
             f"{subject} differ from step {step} on ({total} tensors compared).",
             f"first difference: {self.first}",
-            f"  {(OF_COPIES if is_one else MEANS)[phase]}",
+            f"  {self.where or (OF_COPIES if is_one else MEANS)[phase]}",
         ]
         lines += [f"  {said}" for said in self._values_said()]
         kinds = [one.kind for one in self.of_first_step() if one.kind and not one.kind.is_right]
@@ -168,9 +172,13 @@ def compare_runs(
         )
     if _is_same_mesh(*runs):
         found, counts = _by_rank(runs[0], runs[1], both, tolerance)
-    else:
-        found, counts = _as_wholes(runs[0], runs[1], both, tolerance)
-    return RunComparison(names, found, counts, _is_same_mesh(*runs))
+        return RunComparison(names, found, counts, is_by_rank=True)
+    found, counts = _as_wholes(runs[0], runs[1], both, tolerance)
+    where = ""
+    if found and found[0].key[1] == "gradient":
+        run, reference = sorted(runs, key=len, reverse=True)
+        where = where_activations_part(run, reference, found[0].key[0]) or OF_WHOLES
+    return RunComparison(names, found, counts, is_by_rank=False, where=where)
 
 
 def compare_copies(folder: str | PathLike[str], *, tolerance: float = 0.0) -> RunComparison:

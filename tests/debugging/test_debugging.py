@@ -14,9 +14,11 @@ from course_lib.cli.commands import app
 from course_lib.core import CourseError, ModelSpec
 from course_lib.core.shards import Box
 from course_lib.debugging import compare_runs, gradient_types, record_run
+from course_lib.debugging.activations import ALL_RIGHT, where_activations_part
 from course_lib.debugging.comparing import compare_copies
 from course_lib.debugging.pictures import where_runs_differ
 from course_lib.debugging.sketches import added, distance, sketch
+from course_lib.debugging.value_records import read_values
 from course_lib.train import forward_backward, optimizers
 from course_lib.train.config import TrainConfig
 from course_lib.train.trainer import train
@@ -210,6 +212,8 @@ def meshes(pools, tmp_path_factory):
 def test_a_gradient_that_nobody_sums_is_named(name, meshes):
     one = meshes / ("one-kv-heads" if name == "kv-heads" else "one")
     assert compare_runs(meshes / f"{name}-right", one).first is None
+    records = read_values(meshes / f"{name}-right"), read_values(one)
+    assert where_activations_part(*records, 0) == ALL_RIGHT
     if not MESHES[name][1]:
         return
     axis, partial = MESHES[name][1]
