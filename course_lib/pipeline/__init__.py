@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     )
     from course_lib.pipeline.bound import ScheduleScore, schedule_bound, score_schedule
     from course_lib.pipeline.engine import Pipeline, run_schedule, shares
-    from course_lib.pipeline.schedules import gpipe, interleaved, naive, one_f_one_b, zero_bubble_h1
+    from course_lib.pipeline.schedules import (
+        breadth_first,
+        gpipe,
+        interleaved,
+        naive,
+        one_f_one_b,
+        zero_bubble_h1,
+    )
     from course_lib.pipeline.simulation import simulate
     from course_lib.pipeline.stage import Stage, split_model
     from course_lib.pipeline.times import PipelineTimes
@@ -51,6 +58,7 @@ __all__ = [
     "ScheduleError",
     "ScheduleScore",
     "Stage",
+    "breadth_first",
     "dual_pipe_v",
     "gpipe",
     "interleaved",

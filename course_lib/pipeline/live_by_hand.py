@@ -21,7 +21,13 @@ from course_lib.pipeline.actions import (
 )
 from course_lib.pipeline.bound import schedule_bound
 from course_lib.pipeline.live import PLAIN
-from course_lib.pipeline.schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1
+from course_lib.pipeline.schedules import (
+    breadth_first,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+)
 from course_lib.pipeline.simulation import simulate
 from course_lib.pipeline.times import PipelineTimes
 from course_lib.pipeline.v_schedules import zero_bubble_v
@@ -29,6 +35,7 @@ from course_lib.pipeline.v_schedules import zero_bubble_v
 KIND_OF = {letter: kind for kind, letter in LETTERS.items()}
 EQUAL = PipelineTimes(forward_s=1.0, backward_input_s=0.5, backward_weight_s=0.5)  # F = B
 UNEVEN = (1.0, 1.0, 2.0)
+UNIT_S = 0.02  # of a forward on real ranks, which wait instead of computing
 Clock = dict[Action, tuple[float, float]]
 
 
@@ -38,6 +45,8 @@ class Level:
 
     task        what is different here, in a sentence
     limit       most chunks of micro-batches that each rank may hold; None: any number
+    gather_s    seconds in which a rank gathers the parameters of another model chunk than the one
+                that it used last; it computes nothing then
     hints       two sentences, which help shows one after the other
     """
 
@@ -46,6 +55,7 @@ class Level:
     hints: tuple[str, str]
     limit: Sequence[int] | None = None
     times: PipelineTimes = field(default_factory=PipelineTimes)
+    gather_s: float = 0.0
 
     @cached_property
     def num_micro_batches(self) -> int:
@@ -65,7 +75,8 @@ class Level:
     @property
     def par(self) -> float:
         """Seconds of a step of the reference."""
-        return simulate(self.reference, self.times).step_s
+        placed = read_moves(self, " ".join(moves_of(self, self.reference)))
+        return max(end_s for _, end_s in clock_of(self, placed).values())
 
     @property
     def bound(self) -> float:
@@ -80,7 +91,18 @@ class Level:
                 backward_input_s=parts["backward"],
                 backward_weight_s=0.0,
             )
-        return schedule_bound(ranks, m, most, times, self.placement)
+        whole_s = schedule_bound(ranks, m, most, times, self.placement)
+        return max(whole_s, *map(self._gathering_s, range(ranks))) if self.gather_s else whole_s
+
+    def _gathering_s(self, rank: int) -> float:
+        """Return seconds of its work, of fill and drain, and of gathers: up to its last chunk, and
+        back; before the first forward reaches it, rank 0 has gathered, too."""
+        parts = self.times.by_depth(self.placement)
+        mine = depths_of(rank, self.placement)
+        work_s = sum(parts["forward"][d] + parts["backward"][d] for d in mine)
+        around_s = sum(parts["forward"][: mine[0]]) + sum(parts["backward"][: mine[0]])
+        gathers = 2 * self.num_model_chunks - 1
+        return self.num_micro_batches * work_s + around_s + gathers * self.gather_s
 
     @property
     def kinds(self) -> list[str]:
@@ -182,6 +204,14 @@ LEVELS: dict[str, Level] = {
          "It cannot start before the first forward arrives, nor end before its last backward."),
         times=PipelineTimes(forward_s=UNEVEN, backward_input_s=UNEVEN, backward_weight_s=UNEVEN),
     ),
+    "9 FSDP and pipeline": Level(
+        task="Two chunks on each rank, sharded by FSDP: a rank holds the whole parameters of one "
+        "chunk, and gathers the other in 0.5, computing nothing, whenever it changes chunks.",
+        reference=breadth_first(2, 4, 2),
+        hints=("Count the gathers: each change between a chunk and the other costs one.",
+         "Pass all micro-batches through chunk 0, then all through chunk 1, and so back."),
+        gather_s=0.5,
+    ),
 }  # fmt: skip
 
 
@@ -223,10 +253,16 @@ def _move(rank: int, action: Action) -> str:
 
 
 def clock_of(level: Level, moves: Sequence[tuple[int, Action]]) -> Clock:
-    """Return start and end of each action: as soon as its rank is free and its input is there."""
+    """Return start and end of each action: as soon as its rank is free and its input is there.
+
+    A rank that needs another chunk gathers it when it is free; the input may arrive meanwhile.
+    """
     seconds, clock = level.times.by_depth(level.placement), Clock()
-    free_s = [0.0] * len(level.reference)
+    free_s, chunks = [0.0] * len(level.reference), [-1] * len(level.reference)
     for rank, action in moves:
+        if action.model_chunk != chunks[rank]:
+            free_s[rank] += level.gather_s
+            chunks[rank] = action.model_chunk
         start_s = max([free_s[rank], *(clock[one][1] for one in level.needs(action))])
         free_s[rank] = start_s + seconds[action.kind][action.depth(len(free_s))]
         clock[action] = (start_s, free_s[rank])
@@ -238,6 +274,7 @@ def name_of(schedule: Schedule, num_micro_batches: int) -> str:
     known: Mapping[str, Callable[[int, int], Schedule]] = {
         **PLAIN,
         "interleaved 1F1B": lambda p, m: interleaved(p, m, 2),
+        "breadth-first": lambda p, m: breadth_first(p, m, 2),
     }
     for name, build in known.items():
         try:
@@ -258,10 +295,7 @@ def by_hand_drawing(level: str, moves: str, help: int) -> Drawing:
     p, total = len(puzzle.reference), sum(map(len, puzzle.reference))
     schedule = [[action for at, action in placed if at == rank] for rank in range(p)]
     clock = clock_of(puzzle, placed)
-    rows = {
-        f"rank {rank}": [(*clock[action], action.kind, action.label) for action in actions]
-        for rank, actions in enumerate(schedule)
-    }
+    rows = {f"rank {rank}": _lane(puzzle, one, clock) for rank, one in enumerate(schedule)}
     held = {
         f"rank {rank}": {"activations": max([0, *in_flight(actions)])}
         for rank, actions in enumerate(schedule)
@@ -274,7 +308,7 @@ def by_hand_drawing(level: str, moves: str, help: int) -> Drawing:
     if help > 3:
         solved = clock_of(puzzle, read_moves(puzzle, " ".join(moves_of(puzzle, puzzle.reference))))
         lanes = {
-            f"par, rank {rank}": [(*solved[one], one.kind, one.label) for one in actions]
+            f"par, rank {rank}": _lane(puzzle, actions, solved)
             for rank, actions in enumerate(puzzle.reference)
         }
         panels.append(Lanes(rows=lanes, x_label="the course's own schedule"))
@@ -282,9 +316,22 @@ def by_hand_drawing(level: str, moves: str, help: int) -> Drawing:
         finding=_finding(puzzle, schedule, clock, total),
         panels=panels,
         note="\n".join([puzzle.task, *_help(puzzle, schedule, help)]),
-        command=_command(schedule) if len(placed) == total else "",
+        command=_command(puzzle, schedule) if len(placed) == total else "",
         buttons=_buttons(puzzle, schedule, moves, help),
     )
+
+
+def _lane(
+    level: Level, actions: Sequence[Action], clock: Clock
+) -> list[tuple[float, float, str, str]]:
+    """Return the boxes of a rank: its actions, and a gather before each that changes chunks."""
+    lane, free_s, chunk = list[tuple[float, float, str, str]](), 0.0, -1
+    for action in actions:
+        if level.gather_s and action.model_chunk != chunk:
+            lane.append((free_s, free_s + level.gather_s, "all_gather", "g"))
+        lane.append((*clock[action], action.kind, action.label))
+        free_s, chunk = clock[action][1], action.model_chunk
+    return lane
 
 
 def _finding(level: Level, schedule: Schedule, clock: Clock, total: int) -> str:
@@ -343,11 +390,24 @@ def _buttons(
     return rows
 
 
-def _command(schedule: Schedule) -> str:
-    """Return the lines that make the schedule in a notebook, for `run_schedule` on real ranks."""
-    text = as_text(schedule)
-    made = f'schedule = read_schedule("""\n{text}\n""", {placement_of(schedule)})'
-    return f"from course_lib.pipeline import read_schedule\n\n{made}"
+def _command(level: Level, schedule: Schedule) -> str:
+    """Return a cell for notebook 08_pipeline: the schedule, on real ranks and simulated."""
+    p, times = len(schedule), level.times
+    kinds = ("forward_s", "backward_input_s", "backward_weight_s")
+    seconds = {kind: getattr(times, kind) for kind in kinds}
+    scaled = [
+        f"{kind}={[UNIT_S * one for one in got] if isinstance(got, Sequence) else UNIT_S * got}"
+        for kind, got in seconds.items()
+    ]
+    return f'''from course_lib.pipeline import PipelineTimes, lab, read_schedule, simulate
+from course_lib.ranks import Ranks
+
+schedule = read_schedule("""
+{as_text(schedule)}
+""", {placement_of(schedule)})
+times = PipelineTimes({", ".join(scaled)})
+made = lab.measure(Ranks({p}), {{"mine": lab.emulated(schedule, times)}})["mine"]
+print(f"{{made.least_s:.3f}} s on {p} ranks, {{simulate(schedule, times).step_s:.3f}} s simulated")'''
 
 
 BY_HAND = Live(
