@@ -15,7 +15,7 @@ Follow 1F1B through the files:
     lab.py              measures it on real ranks
     stage.py            cuts a model into stages, balanced by `balance.py`
     token_pipeline.py   pipelines the tokens of one sequence (TeraPipe)
-    pictures.py, explorer.py   draw steps
+    pictures.py, explorer.py   draw steps; live.py, live_by_hand.py in the page, by `levels.py`
 
 The exercises that check a learner's 1F1B are in `course_lib/checks/pipeline`: `order.py`,
 `engine.py` (execution) and `times.py` (simulation).

@@ -26,17 +26,8 @@ from course_lib.pipeline import (
     zero_bubble_v,
 )
 from course_lib.pipeline.actions import as_text, placement_of
-from course_lib.pipeline.live_by_hand import (
-    BY_HAND,
-    LEVELS,
-    UNIT_S,
-    Level,
-    by_hand_drawing,
-    clock_of,
-    moves_of,
-    name_of,
-    read_moves,
-)
+from course_lib.pipeline.levels import LEVELS, Level, clock_of, moves_of, name_of, read_moves
+from course_lib.pipeline.live_by_hand import BY_HAND, UNIT_S, by_hand_drawing
 from course_lib.pipeline.schedule_rules import check_schedule
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
