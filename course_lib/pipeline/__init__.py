@@ -15,7 +15,7 @@ Follow 1F1B through the files:
     lab.py              measures it on real ranks
     stage.py            cuts a model into stages, balanced by `balance.py`
     token_pipeline.py   pipelines the tokens of one sequence (TeraPipe)
-    pictures.py, explorer.py   draw steps
+    pictures.py, explorer.py   draw steps; live.py, live_by_hand.py in the page, by `levels.py`
 
 The exercises that check a learner's 1F1B are in `course_lib/checks/pipeline`: `order.py`,
 `engine.py` (execution) and `times.py` (simulation).
@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     )
     from course_lib.pipeline.bound import ScheduleScore, schedule_bound, score_schedule
     from course_lib.pipeline.engine import Pipeline, run_schedule, shares
-    from course_lib.pipeline.schedules import gpipe, interleaved, naive, one_f_one_b, zero_bubble_h1
+    from course_lib.pipeline.schedules import (
+        breadth_first,
+        gpipe,
+        interleaved,
+        naive,
+        one_f_one_b,
+        zero_bubble_h1,
+    )
     from course_lib.pipeline.simulation import simulate
     from course_lib.pipeline.stage import Stage, split_model
     from course_lib.pipeline.times import PipelineTimes
@@ -51,6 +58,7 @@ __all__ = [
     "ScheduleError",
     "ScheduleScore",
     "Stage",
+    "breadth_first",
     "dual_pipe_v",
     "gpipe",
     "interleaved",

@@ -88,6 +88,24 @@ def interleaved(num_stages: int, num_micro_batches: int, num_model_chunks: int) 
     ]
 
 
+def breadth_first(num_stages: int, num_micro_batches: int, num_model_chunks: int) -> Schedule:
+    """Return the breadth-first schedule: all micro-batches pass a model chunk, then the next one.
+
+    A rank goes through its chunks once, forward and back. Where it has to gather the parameters of
+    a chunk (FSDP) it does so 2v - 1 times, however many micro-batches there are; all of these are
+    in flight. With one chunk this is `gpipe`.
+
+    Source: Lamy-Poirier 2023 (Breadth-first pipeline parallelism), section 4
+    """
+    check_counts("breadth_first", num_stages, num_micro_batches)
+    chunks, m = range(num_model_chunks), num_micro_batches
+    return [
+        _in_rounds("forward", stage, m, m, chunks)
+        + _in_rounds("backward", stage, m, m, chunks[::-1])
+        for stage in range(num_stages)
+    ]
+
+
 def zero_bubble_h1(num_stages: int, num_micro_batches: int) -> Schedule:
     """Return ZB-H1: 1F1B with each backward split into backward_input and backward_weight.
 

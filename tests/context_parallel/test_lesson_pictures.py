@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from course_lib.context_parallel import explorer, pictures
+from course_lib.context_parallel import explorer, live, pictures
 from course_lib.context_parallel.cost import (
     FORMS,
     AttentionSizes,
@@ -71,15 +71,15 @@ def test_pairs_by_block_are_those_of_the_mask(layout, p, seq):
 @pytest.mark.parametrize("link", ["NVLink", "InfiniBand NDR"])
 def test_the_explorer_takes_as_long_as_the_formula_where_work_is_balanced(form, link):
     for seq in (2**12, 2**16):
-        events = explorer.forward_events(8, seq, form, "zigzag", link)
+        events = live.forward_events(8, seq, form, "zigzag", link)
         sizes = replace(LLAMA, seq=seq)
-        formula = forward_s(sizes, 8, explorer.FLOP_PER_S, H100.links[link])[form]
+        formula = forward_s(sizes, 8, live.FLOP_PER_S, H100.links[link])[form]
         assert max(event.end_s for event in events) == pytest.approx(formula, rel=0.01)
 
 
 def test_in_the_explorer_a_contiguous_ring_waits_for_its_last_rank():
     end_s = {
-        layout: max(e.end_s for e in explorer.forward_events(8, 2**18, "ring", layout, "NVLink"))
+        layout: max(e.end_s for e in live.forward_events(8, 2**18, "ring", layout, "NVLink"))
         for layout in ("contiguous", "zigzag")
     }
     imbalanced = contiguous_imbalance(8)

@@ -12,7 +12,7 @@ from course_lib.expert_parallel.cost import (
     load_imbalance,
     seconds_by_plan,
 )
-from course_lib.expert_parallel.explorer import by_ep, expert_explorer, layer_ms
+from course_lib.expert_parallel.explorer import by_ep, expert_explorer
 from course_lib.expert_parallel.lab import (
     ROW_S,
     dropped_by_layer,
@@ -22,6 +22,7 @@ from course_lib.expert_parallel.lab import (
     skewed_choices,
     train_loads,
 )
+from course_lib.expert_parallel.live import layer_ms
 from course_lib.expert_parallel.simulation import count_experts, draw_choices
 
 

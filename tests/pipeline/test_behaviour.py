@@ -26,6 +26,7 @@ from course_lib.pipeline import (
     Pipeline,
     ScheduleError,
     Stage,
+    breadth_first,
     dual_pipe_v,
     gpipe,
     interleaved,
@@ -63,6 +64,7 @@ def schedules(p, m):
         one_f_one_b(p, m),
         zero_bubble_h1(p, m),
         interleaved(p, m, 2),
+        breadth_first(p, m, 2),
         zero_bubble_v(p, m),
         dual_pipe_v(p, 8),
     ]
@@ -75,6 +77,10 @@ TORCH = {
     "gpipe": (pipelining.ScheduleGPipe, gpipe),
     "1f1b": (pipelining.Schedule1F1B, one_f_one_b),
     "interleaved": (pipelining.ScheduleInterleaved1F1B, lambda p, m: interleaved(p, m, 2)),
+    "breadth-first": (
+        torch_schedules.ScheduleLoopedBFS,
+        lambda p, m: breadth_first(p, m, 2),
+    ),
     "zb-h1": (torch_schedules.ScheduleInterleavedZeroBubble, zero_bubble_h1),
     "zb-v": (torch_schedules.ScheduleZBVZeroBubble, zero_bubble_v),
     "dualpipe-v": (torch_schedules.ScheduleDualPipeV, dual_pipe_v),

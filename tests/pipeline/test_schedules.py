@@ -48,6 +48,7 @@ def every_schedule():
         yield f"{name} {p} {m}", p, m, make(p, m)
     for p, m, v in interleaved_sizes():
         yield f"interleaved {p} {m} {v}", p, m, s.interleaved(p, m, v)
+        yield f"breadth-first {p} {m} {v}", p, m, s.breadth_first(p, m, v)
 
 
 # --- orders
@@ -119,6 +120,14 @@ def test_interleaved_1f1b_has_the_order_of_torch():
     for p, m, v in interleaved_sizes():
         plan = torch_plans(torch_schedules.ScheduleInterleaved1F1B, p, m, v)
         assert ours(s.interleaved(p, m, v)) == plan, (p, m, v)
+
+
+def test_breadth_first_has_the_forwards_of_torch_and_its_backwards_micro_batch_0_first():
+    for p, m, v in interleaved_sizes():
+        plan = torch_plans(torch_schedules.ScheduleLoopedBFS, p, m, v)
+        turned = [[(k, d, n if k == "F" else m - 1 - n) for k, d, n in one] for one in plan]
+        assert ours(s.breadth_first(p, m, v)) == turned, (p, m, v)
+    assert s.breadth_first(3, 4, 1) == s.gpipe(3, 4)
 
 
 def test_zb_h1_has_the_order_of_torchs_zero_bubble_with_one_chunk():

@@ -27,6 +27,7 @@ NO_TORCH = (  # formulas and simulations, by path or by the name of the file
     *(f"hub/{name}" for name in WITH_CORE),
     *("core/", "cost/", "cost.py", "live.py", "collectives/messages.py"),
     *("pipeline/actions.py", "pipeline/schedules.py", "pipeline/schedule_rules.py"),
+    "pipeline/levels.py",
     "pipeline/live_by_hand.py",
     *("pipeline/simulation.py", "pipeline/balance.py", "pipeline/token_pipeline.py"),
     *("mesh/mesh.py", "planner/plan.py", "planner/cluster.py", "planner/prediction.py"),

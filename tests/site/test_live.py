@@ -14,7 +14,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from course_lib.core.live import Live
-from course_lib.pipeline.live_by_hand import LEVELS, moves_of
+from course_lib.pipeline.levels import LEVELS, moves_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_MS = 120_000  # until Python is there; 3 s where nothing else runs
