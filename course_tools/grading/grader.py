@@ -22,11 +22,12 @@ from course_lib.workbooks.lessons import exercise_cells, short_hash, write_noteb
 from course_lib.workbooks.nbval_run import STOPPED_S, Outcome
 from course_tools.grading.bare_course import PACKAGES
 from course_tools.grading.graded import Graded
-from course_tools.grading.inside import FOLDER as OUT_FOLDER
 from course_tools.grading.inside import OUTCOMES
 from course_tools.grading.judge import ENDED as JUDGE_ENDED
-from course_tools.grading.judge import HIDDEN, Judge
+from course_tools.grading.judge import Judge
+from course_tools.grading.observing import FOLDER as OUT_FOLDER
 from course_tools.grading.part_points import HIDDEN_PART, with_points
+from course_tools.grading.plain_data import HIDDEN
 from course_tools.grading.sandbox import Ended, Sandbox
 from course_tools.grading.submission import HandedIn
 from course_tools.grading.task import GIVEN, GradingTask
@@ -240,16 +241,17 @@ class Grader:
         wall_s = START_S + len(notebook.cells) * (self.timeout_s + STOPPED_S)
         wants_ranks = any(f"check-{key}" in _ids(notebook) for key in self.task.on_ranks)
         later = {} if wants_ranks else {LATER: "1"}
-        words = ["-m", "course_tools.grading.inside", f"{here}/merged.ipynb", f"{self.timeout_s:g}"]
+        results = at(out, "/out")
+        words = [f"{here}/merged.ipynb", f"{self.timeout_s:g}", results]
         return self.sandbox.run(
-            [sys.executable, *words],
+            [sys.executable, "-m", "course_tools.grading.inside", *words],
             work=work,
             out=out,
             read_only={group.course / one: Path("/course", one) for one in PACKAGES},
             limits=replace(self.limits, wall_s=wall_s),
             env={
                 "PYTHONPATH": at(group.course, "/course"),
-                OUT_FOLDER: at(out, "/out"),
+                OUT_FOLDER: results,
                 "COURSE_ASSIGNMENT": here,
                 **later,
             },

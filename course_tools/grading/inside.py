@@ -1,11 +1,10 @@
 """Run a merged notebook by nbval: what the grading starts in the sandbox. It judges nothing.
 
-`python -m course_tools.grading.inside NOTEBOOK SECONDS` writes the outcome of each cell into
-`outcomes.json` in the folder COURSE_OUT; the check cells write what they observed there.
+`python -m course_tools.grading.inside NOTEBOOK SECONDS OUT` writes the outcome of each cell into
+`outcomes.json` in the folder OUT, where the check cells write what they observed.
 """
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -15,14 +14,13 @@ from pathlib import Path
 from course_lib.core.files import write_whole
 from course_lib.workbooks.nbval_run import SHOWN, Outcome, run_nbval
 
-FOLDER = "COURSE_OUT"
 OUTCOMES = "outcomes.json"
 
 
-def main(notebook: str, timeout_s: str) -> None:
+def main(notebook: str, timeout_s: str, out: str) -> None:
     """Run it; write down the outcomes so far after every cell."""
     outcomes: dict[str, Outcome] = {}
-    path = Path(os.environ[FOLDER], OUTCOMES)
+    path = Path(out, OUTCOMES)
 
     def write(*_: int) -> None:
         told = {name: asdict(cut(outcome)) for name, outcome in outcomes.items()}

@@ -25,9 +25,8 @@ from course_lib.checks.right_answer import at_work_in
 from course_lib.core import CourseError
 from course_lib.workbooks.assignment import hidden_exercises
 from course_lib.workbooks.check_notebook import Verdict, told
-from course_tools.grading.plain_data import read_data
+from course_tools.grading.plain_data import HIDDEN, read_data
 
-HIDDEN = "hidden-"  # before the key, in the name of the file
 LIMIT_S = 120.0  # the slowest takes 3 s
 ENDED = "What it returned cannot be judged: the judge ended."
 LATE = f"Too slow here: it took more than {LIMIT_S:g} s to judge what it returned."

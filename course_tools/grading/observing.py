@@ -19,10 +19,9 @@ from course_lib.core import Event
 from course_lib.ranks import Ranks
 from course_lib.ranks.recorder import current_recorder
 from course_lib.workbooks.assignment import hidden_exercises
-from course_tools.grading.inside import FOLDER
-from course_tools.grading.judge import HIDDEN
-from course_tools.grading.plain_data import write_data
+from course_tools.grading.plain_data import HIDDEN, write_data
 
+FOLDER = "COURSE_OUT"  # in the environment: where to write what was observed
 CHANGED = "the record of your calls was changed; leave the recorder as it is."
 
 

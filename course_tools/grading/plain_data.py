@@ -24,6 +24,7 @@ from course_lib.checks.exercise import Cause
 from course_lib.core import CourseError
 from course_lib.core.files import write_whole
 
+HIDDEN = "hidden-"  # before the key, in the name of the file
 MOST_BYTES = 256 * 2**20  # of one exercise; the largest right answer's have 20 MiB
 VALUE_BYTES = 64  # what a value takes besides its content, about
 DEEPEST = 50

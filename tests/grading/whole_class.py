@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -15,41 +15,46 @@ from course_tools.grading.class_run import add_absent, grade_class, graders, wri
 from course_tools.grading.gradebook import GRADEBOOK, RESULTS, Gradebook
 from course_tools.grading.sandbox import find_sandbox
 from course_tools.grading.submission import find_submissions
+from tests.grading.conftest import KEYS
 
 DUE = datetime.fromisoformat("2026-12-01T18:00+01:00")
-PARTS = {"toy-3": {"value": 7, "traffic": 3}}
+PARTS = {"toy-1": {"value": 10}, "toy-3": {"value": 7, "traffic": 3}}
+HALF = "def add(x, y):\n    return x - y\n"  # right in one case of two
 SUMS = "def mean(x):\n    x = x.clone()\n    dist.all_reduce(x)\n    return x\n"
-WRONG = "def add(x, y):\n    return x - y\n"
+WRONG = "def times(x, y):\n    return x - y\n"
 ENDS = "def times(x, y):\n    import os\n    os._exit(0)\n"
 LATE = "{student},2026-12-01T12:00\n{student},2026-12-03T09:00\n"
-# by kind: the file's name, the answers, and the points of 30 before days late are taken off
+LOST = {HALF: 5, SUMS: 3, WRONG: 10, ENDS: 10}  # points of 10
+# by kind: the file's name, and the answers that are not right
 KINDS = {
-    "right": ("{0}.ipynb", {}, 30),
-    "partly": ("{0}.ipynb", {"toy_1": WRONG}, 20),
-    "by-parts": ("{0}.ipynb", {"toy_3": SUMS}, 23),
-    "late": ("{0}.ipynb", {}, 30),
-    "ends": ("{0}.ipynb", {"toy_2": ENDS}, 20),
-    "canvas": ("{0}_LATE_12_345_toy.ipynb", {}, 30),
-    "copy": ("toy-{0} (1).ipynb", {"toy_1": WRONG}, 20),
-    "kernel": ("{0}.ipynb", {}, 30),
-    "again": ("{0}.ipynb", {"toy_1": WRONG}, 20),
-    "hand": ("{0}.ipynb", {"toy_1": WRONG}, 20),
+    "right": ("{0}.ipynb", {}),
+    "partly": ("{0}.ipynb", {"toy_2": WRONG}),
+    "by-parts": ("{0}.ipynb", {"toy_1": HALF, "toy_3": SUMS}),
+    "late": ("{0}.ipynb", {}),
+    "ends": ("{0}.ipynb", {"toy_2": ENDS}),
+    "canvas": ("{0}_LATE_12_345_toy.ipynb", {}),
+    "copy": ("toy-{0} (1).ipynb", {"toy_1": HALF}),
+    "kernel": ("{0}.ipynb", {}),
+    "again": ("{0}.ipynb", {"toy_2": WRONG}),
+    "hand": ("{0}.ipynb", {"toy_2": WRONG}),
 }
 
 
 class WholeClass:
-    """Students of these kinds, `each` times, in a class of the toy assignment."""
+    """Students of these kinds, `each` times, in a class with these exercises of the toy one."""
 
-    def __init__(self, small_class, kinds: Iterable[str], each: int) -> None:
-        self.small_class = small_class
+    def __init__(self, small_class, kinds: Iterable[str], each: int, keys: Sequence[str]) -> None:
+        self.small_class, self.keys = small_class, keys
         self.students = {f"{kind}{n}": kind for kind in kinds for n in range(each)}
         rule = LateRule(per_day=10, grace_minutes=30, most=50)
-        settings = replace(
-            read_assignment(small_class.home), due=DUE, late=rule, parts=PARTS, seeded=False
-        )
-        write_assignment(settings, small_class.home)
+        own = {
+            "items": tuple((key, 10.0) for key in keys),
+            "parts": {key: PARTS[key] for key in PARTS if key in keys},
+        }
+        settings = replace(read_assignment(small_class.home), due=DUE, late=rule, seeded=False)
+        write_assignment(replace(settings, **own), small_class.home)
         for student, kind in self.students.items():
-            name, answers, _ = KINDS[kind]
+            name, answers = KINDS[kind]
             path = small_class.hand_in(name.format(student), **answers)
             if kind == "kernel":
                 notebook = nbformat.read(path, as_version=4)
@@ -75,7 +80,7 @@ class WholeClass:
     def write_by_hand(self, out: Path) -> str:
         """Write what people give: points and a comment; the times of who was late twice."""
         lines = ["student,exercise,points,comment"]
-        lines += [f"{one},toy-1,4.5,nearly" for one in self.of("hand")]
+        lines += [f"{one},toy-2,4.5,nearly" for one in self.of("hand")]
         lines += [f"{one},,,see me" for one in self.of("right")]
         (out / "by_hand.csv").write_text("\n".join(lines) + "\n")
         times = "".join(LATE.format(student=one) for one in self.of("late"))
@@ -84,18 +89,28 @@ class WholeClass:
 
     def points(self, *, resubmitted: bool) -> dict[str, float]:
         """Return what each student has to have: points by hand and days late count."""
-        found = {one: float(KINDS[kind][2]) for one, kind in self.students.items()}
-        found |= dict.fromkeys(self.of("hand"), 24.5)
-        found |= dict.fromkeys(self.of("late"), 24.0)  # the last time counts: two days, 20 %
-        return found | (dict.fromkeys(self.of("again"), 30.0) if resubmitted else {})
+        most, found = 10.0 * len(self.keys), dict[str, float]()
+        for student, kind in self.students.items():
+            answers = KINDS[kind][1]
+            found[student] = most - sum(
+                LOST[answers[key.replace("-", "_")]]
+                for key in self.keys
+                if key.replace("-", "_") in answers
+            )
+        found |= dict.fromkeys(self.of("hand"), most - 10 + 4.5)
+        found |= dict.fromkeys(self.of("late"), most * 0.8)  # the last time counts: two days
+        return found | (dict.fromkeys(self.of("again"), most) if resubmitted else {})
 
 
-def graded_twice(small_class, folder: Path, kinds: Iterable[str], each: int) -> None:
+def graded_twice(
+    small_class, folder: Path, kinds: Iterable[str], each: int, keys: Sequence[str] = KEYS
+) -> None:
     """Grade a class, then again after resubmissions, then all anew in another folder.
 
     Raises: AssertionError where a result differs, or what people gave is lost
     """
-    whole, first, anew = WholeClass(small_class, kinds, each), folder / "grades", folder / "anew"
+    whole = WholeClass(small_class, kinds, each, keys)
+    first, anew = folder / "grades", folder / "anew"
     first.mkdir()
     hand = whole.write_by_hand(first)
     before = whole.grade(first)
