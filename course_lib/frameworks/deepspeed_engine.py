@@ -73,7 +73,6 @@ def deepspeed_engine(
     *,
     stage: int,
     offload: bool = False,
-    num_micro_batches: int = 1,
     clip_norm: float = 0.0,
     **zero: Any,
 ) -> Engine:
@@ -82,7 +81,8 @@ def deepspeed_engine(
     engine = deepspeed_engine(model, partial(torch.optim.SGD, lr=0.1), stage=2)
 
     make_optimizer   parameters -> optimizer; any of PyTorch's
-    num_micro_batches   calls of `step` for one update, with the mean of their gradients
+    zero             num_micro_batches: calls of `step` for one update, with the mean of their
+                     gradients; and more settings of `deepspeed_config`
 
     DeepSpeed is made for models of billions of parameters. By default, stage 3 keeps a small model
     gathered after its first use, and stages 1 and 2 send each gradient to all ranks instead of to
@@ -101,13 +101,7 @@ def deepspeed_engine(
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=make_optimizer(model.parameters()),
-        config=deepspeed_config(
-            stage,
-            offload=offload,
-            num_micro_batches=num_micro_batches,
-            clip_norm=clip_norm,
-            **zero,
-        ),
+        config=deepspeed_config(stage, offload=offload, clip_norm=clip_norm, **zero),
     )
     check_deepspeed(where, engine, stage, offload, clip_norm)
     return Engine(

@@ -24,8 +24,8 @@ from course_lib.models.storages import storage_bytes
 from course_lib.ranks.world import number_in
 from course_lib.tensor_parallel.state import HeldGrad
 from course_lib.train.config import TrainConfig
-from course_lib.train.muon import Muon
 from course_lib.zero.lab import owned_bytes
+from course_lib.zero.muon import Muon
 from course_lib.zero.state import range_shard
 from course_lib.zero.zero import ZeRO1
 

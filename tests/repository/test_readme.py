@@ -189,8 +189,8 @@ RUNS = {
     "course doctor": course_doctor,
     "course grade submissions --out grades": course_grade,
     "python -m course_lib.train --ranks 2 --data shakespeare --out runs/gpt": train_on_text,
-    "torchrun --nproc-per-node 4 -m course_lib.train --mesh tp=2 --strategy torch-ddp "
-    "--out runs/train": train_under_torchrun,
+    "torchrun --nproc-per-node 4 -m course_lib.train --model llama-tiny --mesh tp=2 "
+    "--strategy fsdp --out runs/train": train_under_torchrun,
     "course trace runs/gpt -o trace.json": course_trace,
     "torchrun --nproc-per-node 4 cluster/exercises/00_hello_ranks.py": torchrun,
     "course study plan": study_plan,

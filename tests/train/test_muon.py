@@ -12,8 +12,8 @@ from course_lib.core import CourseError, ModelSpec
 from course_lib.memory.optimizer_states import is_hidden_matrix
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.train.config import TrainConfig
-from course_lib.train.muon import orthogonal, shared_out
 from course_lib.train.trainer import Trainer
+from course_lib.zero.muon import orthogonal, shared_out
 from tests.train.training_runs import by_name, losses, same, whole_state
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

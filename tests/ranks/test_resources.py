@@ -1,4 +1,4 @@
-"""The monitor of the training loop: bytes how busy a rank was; on a CPU, and on a pretended GPU."""
+"""The monitor of a process: bytes how busy a rank was; on a CPU, and on a pretended GPU."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from course_lib.train.metrics import ResourceMonitor, gpu_utilisation
+from course_lib.ranks.resources import ResourceMonitor, gpu_utilisation
 
 MIB = 2**20
 
@@ -16,7 +16,7 @@ MIB = 2**20
 def test_on_a_cpu_it_sees_what_the_process_grows_by():
     script = """
         import numpy as np
-        from course_lib.train.metrics import ResourceMonitor
+        from course_lib.ranks.resources import ResourceMonitor
         monitor = ResourceMonitor()
         before = monitor.read()["memory_bytes"]
         kept = np.ones(2**26, dtype=np.uint8)
