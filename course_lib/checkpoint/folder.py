@@ -27,10 +27,6 @@ Folder = str | os.PathLike[str]
 Reported = Callable[[int, int], object]  # bytes done, bytes in all
 
 
-class DamageError(CourseError):
-    """A checkpoint is not as it was saved, so an older one has to do."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A published checkpoint: its manifest can be read, and its files have the right size."""
@@ -65,7 +61,7 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """Bytes of all data files."""
-        return self.manifest.num_bytes
+        return sum(file.bytes for file in self.manifest.files.values())
 
     def verify(self, progress: Reported | None = None) -> None:
         """Read every data file and compare its SHA-256 with the manifest's.
@@ -75,29 +71,30 @@ class Checkpoint:
         """
         done = 0
         for name in sorted(self.manifest.files):
-            self.verify_file(name)
+            if damage := self.damage_of(name):
+                raise CourseError(damage)
             done += self.manifest.files[name].bytes
             if progress:
                 progress(done, self.num_bytes)
 
-    def verify_file(self, name: str) -> None:
-        """Compare the SHA-256 of a data file with the manifest's.
+    def damage_of(self, name: str) -> str | None:
+        """Return in words how a data file is not the one that was saved, or None if it is.
 
-        Raises:  DamageError for a file that is another or missing; CourseError for one that cannot
-                 be read
+        Cost:    reads its bytes
+        Raises:  CourseError for one that cannot be read
         """
         try:
             with self.storage.open_read(f"{self.name}/{name}") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
-            is_saved = found == self.manifest.files[name].sha256
-            why = "" if is_saved else "has another hash than the manifest says"
         except FileNotFoundError:
             why = "is not there"
         except OSError as problem:
             raise self.unreadable(name, problem) from None
-        if why:
-            need = f"{self.path}: need the files that were saved"
-            raise DamageError(f"{need}; {name} {why}. {TRY_OLDER}")
+        else:
+            if found == self.manifest.files[name].sha256:
+                return None
+            why = "has another hash than the manifest says"
+        return f"{self.path}: need the files that were saved; {name} {why}. {TRY_OLDER}"
 
     def unreadable(self, name: str, problem: OSError) -> CourseError:
         """Return the error for a file that may be as it was saved, but cannot be read now."""

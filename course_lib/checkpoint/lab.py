@@ -104,12 +104,10 @@ def _write(num_bytes: int, disk_bytes_per_s: float) -> None:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Events of rank 0, and the seconds for which a save kept it, wrote, and was hidden."""
+    """Events of a rank, and the seconds for which a save kept it."""
 
     events: list[Event]
     blocked_s: float
-    write_s: float
-    hidden_s: float
 
 
 def measure_overlap(
@@ -143,8 +141,7 @@ def measure_overlap(
         wrote = Event(rank=rank, kind="write", start_s=began_s + blocked_s,
                       end_s=began_s + blocked_s + pending.write_s, label="write")  # fmt: skip
         kept.append(wrote)
-    write_s, hidden_s = (pending.write_s, pending.hidden_s) if pending else (blocked_s, 0.0)
-    return Overlap([one.since(start_s) for one in kept], blocked_s, write_s, hidden_s)
+    return Overlap([one.since(start_s) for one in kept], blocked_s)
 
 
 @contextmanager

@@ -53,11 +53,6 @@ class SavedTensor:
     shape: Shape
     pieces: tuple[SavedPiece, ...]
 
-    @property
-    def meta(self) -> WholeTensor:
-        """Its dtype and shape."""
-        return WholeTensor(self.dtype, self.shape)
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -114,12 +109,7 @@ class Manifest:
 
     def metas(self) -> dict[str, WholeTensor]:
         """Return dtype and shape of every tensor."""
-        return {name: tensor.meta for name, tensor in self.tensors.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all data files."""
-        return sum(file.bytes for file in self.files.values())
+        return {name: WholeTensor(one.dtype, one.shape) for name, one in self.tensors.items()}
 
 
 def _in_lines(value: Any) -> str:

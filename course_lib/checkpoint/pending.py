@@ -30,11 +30,10 @@ class PendingSave:
 
     blocked_s   seconds for which the caller was blocked: agreeing, copying, a save before
     write_s     seconds for which the thread has written, so far
-    hidden_s    seconds of writing for which the caller has not waited
     """
 
     def __init__(self, write: Callable[[], Checkpoint], start_s: float) -> None:
-        self._write, self._result, self._waited_s = write, Future[Checkpoint](), 0.0
+        self._write, self._result = write, Future[Checkpoint]()
         self._start_s, self._end_s = time.perf_counter(), float("inf")
         _PENDING.append(self)
         # not a daemon: Python waits for it at exit
@@ -60,9 +59,7 @@ class PendingSave:
 
         Raises:  what the writing has raised
         """
-        start_s = time.perf_counter()
         self._thread.join()
-        self._waited_s += time.perf_counter() - start_s
         if self in _PENDING:
             _PENDING.remove(self)
         return self._result.result()
@@ -71,11 +68,6 @@ class PendingSave:
     def write_s(self) -> float:
         """Seconds for which the thread has written, so far."""
         return min(self._end_s, time.perf_counter()) - self._start_s
-
-    @property
-    def hidden_s(self) -> float:
-        """Seconds of writing for which the caller has not waited."""
-        return max(0.0, self.write_s - self._waited_s)
 
 
 def wait_for_pending() -> None:
