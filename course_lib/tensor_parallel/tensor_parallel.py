@@ -100,17 +100,7 @@ def parallelize(
     before = [*model.parameters()]
     options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
     _split_ends(model, options, gather_output=gather_output, overlap=overlap)
-    routed = {part for one in model.modules() if isinstance(one, MoE) for part in one.modules()}
-    for module in list(model.modules()):
-        if isinstance(module, Attention):
-            _split_pair(module, ("q", "k", "v"), options, overlap)
-            module.dropout = ShardedDropout(module.dropout.p, group)
-        elif isinstance(module, MLP):
-            own = sequence_parallel and module not in routed
-            _split_pair(module, ("gate", "up"), options | {"sequence_parallel": own}, overlap)
-        elif isinstance(module, MoE) and sequence_parallel:
-            module.register_forward_pre_hook(partial(_gather_in_front, group))
-            module.register_forward_hook(partial(_keep_own, group))
+    _split_layers(model, options, overlap)
     if sequence_parallel:
         for part in (model, *model.blocks):
             part.add_module("dropout", ShardedDropout(part.dropout.p, group))
@@ -135,6 +125,22 @@ def _split_ends(
         head.weight = embedding.weight
     model.add_module("embedding", embedding)
     model.add_module("head", head)
+
+
+def _split_layers(model: GPT, options: Mapping[str, Any], overlap: bool) -> None:
+    """Split attention and MLPs; experts are split inside a layer that sees all tokens."""
+    group, splits_tokens = options["group"], options["sequence_parallel"]
+    routed = {part for one in model.modules() if isinstance(one, MoE) for part in one.modules()}
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            _split_pair(module, ("q", "k", "v"), options, overlap)
+            module.dropout = ShardedDropout(module.dropout.p, group)
+        elif isinstance(module, MLP):
+            own = splits_tokens and module not in routed
+            _split_pair(module, ("gate", "up"), {**options, "sequence_parallel": own}, overlap)
+        elif isinstance(module, MoE) and splits_tokens:
+            module.register_forward_pre_hook(partial(_gather_in_front, group))
+            module.register_forward_hook(partial(_keep_own, group))
 
 
 def _split_pair(
