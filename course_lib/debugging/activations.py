@@ -55,23 +55,21 @@ def where_activations_part(
 
     It is evidence and no proof: a fault that keeps all squares, as a permutation does, escapes it.
     """
-    found = {phase: (_squares(run, step, phase), _squares(right, step, phase)) for phase in WHAT}
-    pairs = [(own[n], one) for own, truth in found.values() for n, one in truth.items() if n in own]
-    is_divided = bool(pairs) and pairs[0][0].shape != pairs[0][1].shape
     known, compared = [1.0, *_scales(run)], 0
-    for phase, (own, truth) in found.items():
+    for phase, what in WHAT.items():
+        own, truth = _squares(run, step, phase), _squares(right, step, phase)
         for name, one in truth.items():
             here = own.get(name)
             if here is None or not one.total or one.is_mixed or here.is_mixed:
                 continue
-            if phase == "backward" and is_divided and here.shape == one.shape:
-                continue  # positions: each part of the data has a term of this gradient
+            if phase == "backward" and here.count != one.count:
+                continue  # each copy may have a term of this gradient
             compared += 1
             ratio = here.total * one.count / (one.total * here.count)
             like = [one.count / here.count, *(known if phase == "backward" else known[:1])]
             limit = TOLERANCES.get(one.dtype, 1e-9)
             if not any(math.isclose(ratio, value, rel_tol=limit) for value in like):
-                return WHAT[phase].format(name)
+                return what.format(name)
     return ALL_RIGHT if compared else ""
 
 
