@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from course_lib.debugging.gradient_types import TOLERANCES
-from course_lib.debugging.value_records import RankValues
+from course_lib.debugging.value_records import RankValues, Value
 from course_lib.debugging.wholes import axes_of
 
 ROOT = "model"  # the name of the whole module's input and output
@@ -29,12 +29,23 @@ ALL_RIGHT = "activations and their gradients seem to be right: who sums gradient
 
 @dataclass
 class _Squares:
-    """All outputs of a module in a step: the sum of squares, the elements, and of one its shape."""
+    """All outputs of a module in a step: the sum of squares, the elements, and of one its shape.
 
+    is_mixed   called for tensors that are divided in different ways, such as queries and keys
+    """
+
+    rank: int
     shape: tuple[int, ...]
     dtype: str
     total: float = 0.0
     count: int = 0
+    is_mixed: bool = False
+
+    def add(self, rank: int, value: Value) -> None:
+        """Add an output."""
+        self.is_mixed |= rank == self.rank and value.shape[1:] != self.shape[1:]
+        self.total += value.norm**2
+        self.count += math.prod(value.shape)
 
 
 def where_activations_part(
@@ -44,23 +55,21 @@ def where_activations_part(
 
     It is evidence and no proof: a fault that keeps all squares, as a permutation does, escapes it.
     """
-    found = {phase: (_squares(run, step, phase), _squares(right, step, phase)) for phase in WHAT}
-    pairs = [(own[n], one) for own, truth in found.values() for n, one in truth.items() if n in own]
-    is_divided = bool(pairs) and pairs[0][0].shape != pairs[0][1].shape
     known, compared = [1.0, *_scales(run)], 0
-    for phase, (own, truth) in found.items():
+    for phase, what in WHAT.items():
+        own, truth = _squares(run, step, phase), _squares(right, step, phase)
         for name, one in truth.items():
             here = own.get(name)
-            if here is None or not one.total:
+            if here is None or not one.total or one.is_mixed or here.is_mixed:
                 continue
-            if phase == "backward" and is_divided and here.shape == one.shape:
-                continue  # positions: each part of the data has a term of this gradient
+            if phase == "backward" and here.count != one.count:
+                continue  # each copy may have a term of this gradient
             compared += 1
             ratio = here.total * one.count / (one.total * here.count)
             like = [one.count / here.count, *(known if phase == "backward" else known[:1])]
             limit = TOLERANCES.get(one.dtype, 1e-9)
             if not any(math.isclose(ratio, value, rel_tol=limit) for value in like):
-                return WHAT[phase].format(name)
+                return what.format(name)
     return ALL_RIGHT if compared else ""
 
 
@@ -73,9 +82,8 @@ def _squares(run: Sequence[RankValues], step: int, phase: str) -> dict[str, _Squ
             name = OF_STAGE.sub("", value.name)
             is_between = name == ROOT and num_stages > 1 and (stage or phase != "input")
             if value.key[:2] == (step, phase) and name and not is_between:
-                here = found.setdefault(name, _Squares(value.shape, value.dtype))
-                here.total += value.norm**2
-                here.count += math.prod(value.shape)
+                new = _Squares(one.rank, value.shape, value.dtype)
+                found.setdefault(name, new).add(one.rank, value)
     return found
 
 

@@ -131,9 +131,9 @@ def type_of_gradient(
         apart = copied if one.disagreement() > limit else []
         return GradientType(step, name, over | dict.fromkeys(apart, UNKNOWN), local=local)
     truth = right.total()
-    for axes, told, total in _guesses(one, copied, limit):
+    for told, total in _guesses(one, copied, limit):
         if distance(total, truth) <= limit:
-            return GradientType(step, name, over | dict.fromkeys(axes, told), local=local)
+            return GradientType(step, name, over | told, local=local)
     if one.disagreement() > limit:
         return GradientType(step, name, over | dict.fromkeys(copied, UNKNOWN), local=local)
     factor = _ratio(one.total(), truth)
@@ -154,18 +154,24 @@ def _hint(one: WholeValue, factor: float) -> str:
 
 def _guesses(
     one: WholeValue, copied: Sequence[str], limit: float
-) -> Iterator[tuple[Sequence[str], str, Sketch]]:
-    """Yield the axes over which it may be partial, the type, and the sketch of what it then is."""
-    for number in range(len(copied) + 1):
-        for axes in combinations(copied, number):
-            if one.disagreement(axes) > limit:
-                continue
-            total, count = one.total(axes), 1
-            for axis in axes:
-                count *= one.size(axis)
-            yield axes, PARTIAL if axes else INVARIANT, total
-            if axes:
-                yield axes, MEAN, added([total], 1 / count)
+) -> Iterator[tuple[dict[str, str], Sketch]]:
+    """Yield the types over the axes where it may be partial, and the sketch of what it then is.
+
+    Of axes with equal sizes, the one to average over is taken to be dp.
+    """
+    for axes in _subsets(copied):
+        if one.disagreement(axes) > limit:
+            continue
+        total, partial = one.total(axes), dict.fromkeys(axes, PARTIAL)
+        for averaged in sorted(_subsets(axes), key=lambda some: bool(some) and "dp" not in some):
+            count = math.prod(one.size(axis) for axis in averaged)
+            told = partial | dict.fromkeys(averaged, MEAN)
+            yield told, added([total], 1 / count)
+
+
+def _subsets(axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return all choices of axes, small ones first."""
+    return [some for number in range(len(axes) + 1) for some in combinations(axes, number)]
 
 
 def _ratio(found: Sketch, right: Sketch) -> float:

@@ -852,8 +852,27 @@ show(*pictures.layer_memory(tiny, 2, 64, whole, kept))
 
 # %% [markdown]
 # One more gradient needs care. Norms, positions, and the biases that are added after a
-# reduce-scatter are whole on every rank, but a rank applies them only to its own tokens. So their
-# gradients are partial sums. `finish_gradients(model)` all-reduces them, once per step.
+# reduce-scatter are whole on every rank, but a rank applies them only to its own tokens. The next
+# cell records one backward pass on two ranks, compares it with one process, and prints how each
+# parameter is used over tp, and what a rank then has of its gradient.
+
+# %%
+from course_lib.debugging.type_tables import type_lines, types_on_mesh
+from course_lib.mesh import Mesh
+
+names = ("attention.q.weight", "attention.out.weight", "attention.out.bias", "mlp_norm.weight")
+names, of_tp = [f"blocks.0.{name}" for name in names] + ["positions.weight"], Mesh(pp=1, dp=1, tp=2)
+types = {"": types_on_mesh(pair, tiny, of_tp)}
+types["tokens split:"] = types_on_mesh(pair, tiny, of_tp, sequence_parallel=True)
+print(*type_lines(names, ["tp"], types), sep="\n")
+
+# %% [markdown]
+# *Varying*: each rank has a shard, and the gradient of its shard. *Invariant*: the ranks hold
+# copies and compute the same with them, so each has the whole gradient, and a sum would count it
+# twice. *Replicate*: the ranks use their copies in different computations, so each has a *Partial*
+# gradient, a term of a sum. Splitting the tokens changes no parameter, but it changes this type.
+# `finish_gradients(model)` therefore all-reduces these gradients, once per step. (The names are
+# those of meta-pytorch/spmd_types, 2026. Lesson 17 finds faults with them.)
 #
 # **Sequence parallelism also divides the activations between g and the next f. To divide the inputs
 # of the matrices as well, backward has to gather them again, and a rank then sends 5/4 of the

@@ -313,6 +313,21 @@ check("mesh-2", finish_step)
 # along tp, too (lesson 07). (With Megatron's sequence parallelism, each tp rank computes the norms
 # for a part of the tokens only, so the gradients of the norms are added along tp.)
 #
+# The row of gradients can be measured: the next cell records one backward pass on eight ranks, in
+# which nothing is summed over any axis, and compares each gradient with that of one process.
+
+# %%
+from course_lib.debugging.type_tables import type_lines, types_on_mesh
+
+names = ("blocks.0.mlp.up.weight", "blocks.0.mlp.out.bias", "norm.weight", "embedding.weight")
+types = types_on_mesh(eight, MODELS["tiny"], cube)
+print(*type_lines(names, ["dp", "pp", "tp"], {"": types}), sep="\n")
+
+# %% [markdown]
+# *Varying*: a shard each. *Invariant*: copies that compute the same, so each rank has the whole
+# gradient. *Replicate*: copies that are used in different computations, so a rank's gradient is
+# *Partial*, a term of the sum or of the mean (lesson 07). "-": one stage only has the parameter.
+#
 # In the code, all ranks build the same model from one seed, and then keep their part. Which
 # sequences a rank reads depends on its *dp coordinate*, not on its rank.
 

@@ -142,7 +142,8 @@ show(*where_runs_differ(report))
 # look alike in memory; only the computation tells them apart. That is why switching on sequence
 # parallelism, which changes no parameter, changed who has to sum.
 #
-# So the report has told us what to look for: the function that sums these gradients. Here it is.
+# The line below the first difference says that activations and their gradients seem to be right. So
+# the report has told us what to look for: the function that sums these gradients. Here it is.
 
 # %%
 print(case.code)
@@ -543,12 +544,23 @@ print(*times.lines(), sep="\n")
 #
 # ## 8 The ward
 #
-# All patients, with the public faults that they mirror. Those that you have not met are exercises
-# without a check: guess, `examine`, mend, `examine` again.
+# All patients, with what their owners know: the symptoms, the ranks, and the settings. Those that
+# you have not met are exercises without a check. Ten minutes are enough for each:
+#
+# 1. Read symptoms and settings. Which methods are at work? Write down a guess.
+# 2. Run `print(examine(CASES["..."], steps=3))`, and read the first difference and the line below
+#    it. Activations cannot be compared one by one with those of one process, as each method divides
+#    them in its own way. But their mean square over all ranks does not depend on that. So the line
+#    says whether the ranks read other data, at which module the forward pass parts, or that all
+#    before the gradient seems to be right.
+# 3. Name the place and the fault in your own words ("the moments are not loaded") before you open
+#    anything.
+# 4. Now `print(CASES["..."].place, CASES["..."].code)`: were you right? Mend the function, and
+#    examine again with it. `CASES["..."].source` says where the fault was found.
 
 # %%
 for name, one in CASES.items():
-    print(f"{name}: {one.symptoms}\n    {one.source}")
+    print(f"{name}: {one.symptoms}\n    {one.ranks} ranks, {dict(one.settings)}")
 
 # %% [markdown]
 # ## What to keep
