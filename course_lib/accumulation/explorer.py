@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from course_lib.accumulation.pictures import graph, graph_words
-from course_lib.accumulation.worked_graph import GraphState
+from course_lib.accumulation.pictures import graph
+from course_lib.accumulation.worked_graph import GraphState, graph_words
 from course_lib.display.explore import Explore, explore
 
 

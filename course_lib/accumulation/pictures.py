@@ -19,7 +19,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from course_lib.accumulation.batch_sizes import NoisePoint, Sweep, noise_windows
 from course_lib.accumulation.noise_scale import Tradeoff, fit_tradeoff
-from course_lib.accumulation.worked_graph import GRAPH, GraphState
+from course_lib.accumulation.worked_graph import GRAPH, GraphState, number_text
 from course_lib.accumulation.worked_graph import PARAMS as PARAM_NAMES
 from course_lib.core.errors import CourseError
 from course_lib.core.units import MIB
@@ -80,16 +80,6 @@ def graph(state: GraphState, title: str) -> Figure:
     for name in POSITIONS:
         _node(axes, name, state)
     return figure
-
-
-def graph_words(state: GraphState) -> str:
-    """Describe the state in words: its event, and the numbers of the parameters."""
-    parts = []
-    for name in PARAM_NAMES:
-        grad = f" with gradient {_number(state.grads[name])}" if name in state.grads else ""
-        parts.append(f"{name} {_number(state.values[name])}{grad}")
-    loss = f"; loss {_number(state.values['loss'])}" if "loss" in state.values else ""
-    return f"{state.words}: {', '.join(parts)}{loss}"
 
 
 def without_division(
@@ -262,9 +252,9 @@ def _node(axes: Axes, name: str, state: GraphState) -> None:
     x, y = _corner(name)
     _strip(axes, (x, y), name, PARAMS if name in PARAM_NAMES else _LABEL)
     if name in state.values:
-        _strip(axes, (x, y + _STRIP), f"value {_number(state.values[name])}", FORWARD)
+        _strip(axes, (x, y + _STRIP), f"value {number_text(state.values[name])}", FORWARD)
     if name in state.grads:
-        _strip(axes, (x, y + 2 * _STRIP), f"grad {_number(state.grads[name])}", BACKWARD)
+        _strip(axes, (x, y + 2 * _STRIP), f"grad {number_text(state.grads[name])}", BACKWARD)
     heavy = name in state.fresh
     edge, wide = (BLACK, 2.2) if heavy else (QUIET, 0.8)
     box = Rectangle((x, y), _WIDTH, _HEIGHT, facecolor="none", edgecolor=edge, linewidth=wide)
@@ -296,9 +286,3 @@ def _arrow(axes: Axes, source: str, target: str) -> None:
 def _corner(name: str) -> tuple[float, float]:
     column, row = POSITIONS[name]
     return column * _COLUMN, row * _ROW
-
-
-def _number(value: float) -> str:
-    """Format with four decimals, without trailing zeros: `93.1804`, `-115.836`, `6`."""
-    text = f"{value:.4f}"
-    return (text.rstrip("0").rstrip(".") if "." in text else text) or "0"

@@ -8,9 +8,10 @@ Source:  U. Jamil, pytorch-transformer-distributed, notes on computing gradients
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # `live.py` stands on this file, and needs no PyTorch
+    from torch import Tensor
 
 PARAMS = ("w1", "w2", "b")
 # node -> the nodes it is computed from
@@ -38,6 +39,7 @@ class Item:
     target: float
 
 
+START, LR = (0.773, 0.321, 0.067), 1e-3
 ITEMS = (Item(x1=6, x2=2, target=15), Item(x1=5, x2=2, target=12))
 
 
@@ -57,17 +59,35 @@ class GraphState:
     fresh: tuple[str, ...] = ()
 
 
+def graph_words(state: GraphState) -> str:
+    """Describe the state in words: its event, and the numbers of the parameters."""
+    parts = []
+    for name in PARAMS:
+        grad = f" with gradient {number_text(state.grads[name])}" if name in state.grads else ""
+        parts.append(f"{name} {number_text(state.values[name])}{grad}")
+    loss = f"; loss {number_text(state.values['loss'])}" if "loss" in state.values else ""
+    return f"{state.words}: {', '.join(parts)}{loss}"
+
+
+def number_text(value: float) -> str:
+    """Format with four decimals, without trailing zeros: `93.1804`, `-115.836`, `6`."""
+    text = f"{value:.4f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) or "0"
+
+
 def graph_states(
     items: Sequence[Item] = ITEMS,
     *,
     items_per_step: int = 1,
-    start: tuple[float, float, float] = (0.773, 0.321, 0.067),
-    lr: float = 1e-3,
+    start: tuple[float, float, float] = START,
+    lr: float = LR,
 ) -> list[GraphState]:
     """Train on the items one after another; return the state of the graph after each event.
 
     items_per_step   number of items whose gradients accumulate before each optimizer step
     """
+    import torch
+
     params = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True)
               for name, value in zip(PARAMS, start, strict=True)}  # fmt: skip
     optimizer = torch.optim.SGD(params.values(), lr=lr)
@@ -91,8 +111,10 @@ def graph_states(
     return seen
 
 
-def _forward(params: dict[str, Tensor], item: Item) -> dict[str, Tensor]:
+def _forward(params: dict[str, "Tensor"], item: Item) -> dict[str, "Tensor"]:
     """Compute all nodes of the graph; intermediate ones retain their gradients."""
+    import torch
+
     given = {name: torch.tensor(float(getattr(item, name)), dtype=torch.float64)
              for name in ("x1", "x2", "target")}  # fmt: skip
     nodes = params | given
@@ -107,11 +129,11 @@ def _forward(params: dict[str, Tensor], item: Item) -> dict[str, Tensor]:
     return nodes
 
 
-def _numbers(nodes: dict[str, Tensor]) -> dict[str, float]:
+def _numbers(nodes: dict[str, "Tensor"]) -> dict[str, float]:
     return {name: node.item() for name, node in nodes.items()}
 
 
-def _grads(nodes: dict[str, Tensor]) -> dict[str, float]:
+def _grads(nodes: dict[str, "Tensor"]) -> dict[str, float]:
     """Return the gradients that exist; inputs and targets have none."""
     tensors = {name: node for name, node in nodes.items() if node.requires_grad}
     return {name: node.grad.item() for name, node in tensors.items() if node.grad is not None}

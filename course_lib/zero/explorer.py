@@ -5,13 +5,13 @@ from matplotlib.figure import Figure
 from course_lib.core.records import Ledger
 from course_lib.display.explore import Explore, explore
 from course_lib.display.memory import memory
-from course_lib.zero.live import DEVICE, STAGES, states_by_stage
+from course_lib.zero.live import DEVICE, SHARDS, STAGES, states_by_stage
 from course_lib.zero.pictures import four_tensors
 
 
 def shards_explorer() -> Explore:
     """Return a flat parameter of four tensors, with a slider for the number of ranks."""
-    return explore(lambda p: four_tensors(p)[0], lambda p: four_tensors(p)[1], p=(1, 6, 4))
+    return explore(lambda p: four_tensors(p)[0], lambda p: four_tensors(p)[1], **SHARDS.choices)
 
 
 def zero_explorer() -> Explore:

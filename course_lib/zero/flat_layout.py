@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from course_lib.core.errors import MeshError, ShapeError
+
+if TYPE_CHECKING:  # `live.py` stands on this file, and needs no PyTorch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class Piece:
     stop: int
     offset: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: "Tensor") -> "Tensor":
         """Return the piece of the whole tensor: a view if the tensor is contiguous."""
         return tensor.reshape(-1)[self.start : self.stop]
 
-    def within(self, shard: Tensor) -> Tensor:
+    def within(self, shard: "Tensor") -> "Tensor":
         """Return the piece as a view of the shard."""
         return shard[self.offset : self.offset + self.stop - self.start]
 
@@ -62,7 +63,7 @@ class FlatLayout:
             )
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor], group_size: int) -> "FlatLayout":
+    def of(cls, tensors: "Iterable[Tensor]", group_size: int) -> "FlatLayout":
         """Return the layout of these tensors."""
         return cls(tuple(tuple(tensor.shape) for tensor in tensors), group_size)
 
@@ -103,12 +104,14 @@ class FlatLayout:
             )
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
-    def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
+    def flatten(self, tensors: "Sequence[Tensor]") -> "Tensor":
         """Return a new flat tensor with copies of the tensors and zeros at its end.
 
         Shapes:  those of the layout -> [padded_numel]
         Raises:  ShapeError for other shapes than the layout's
         """
+        import torch
+
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         if shapes != self.shapes:
             raise ShapeError(
@@ -119,7 +122,7 @@ class FlatLayout:
         padding = self.padded_numel - self.numel
         return torch.cat([*parts, parts[0].new_zeros(padding)]) if parts else torch.zeros(0)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
+    def views(self, flat: "Tensor") -> "list[Tensor]":
         """Return the tensors as views of the flat tensor: both share their memory.
 
         Raises:  ShapeError if flat is not [padded_numel]

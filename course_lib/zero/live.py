@@ -1,6 +1,6 @@
-"""Memory and traffic of each ZeRO stage. Notebook 09_zero."""
+"""Shards of a flat parameter; memory and traffic of each ZeRO stage. Notebook 09_zero."""
 
-from course_lib.core.live import Bars, Drawing, Live
+from course_lib.core.live import Bars, Drawing, Live, Squares
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS
 from course_lib.core.recipes import RECIPES, find_recipe
@@ -10,9 +10,11 @@ from course_lib.cost.params import count_params
 from course_lib.cost.traffic import traffic_s
 from course_lib.memory.formulas import model_states
 from course_lib.zero.cost import ParamTraffic, zero_traffic
+from course_lib.zero.flat_layout import FlatLayout
 
 DEVICE = find_device("h100")
 LINKS = links_of_rings(DEVICE)
+FOUR = {"weight": (3, 4), "bias": (4,), "scale": (1,), "shift": (6,)}
 
 
 def states_by_stage(
@@ -63,4 +65,40 @@ STAGES = Live(
         "micro_batches": ([1, 2, 4, 8, 16], 1),
     },
     compute=stages_drawing,
+)
+
+
+def four_tensors_finding(p: int) -> str:
+    """Return how many numbers a rank holds of four tensors, and how many are padding."""
+    layout = FlatLayout(tuple(FOUR.values()), p)
+    left = layout.padded_numel - layout.numel
+    ranks = f"{p} rank{'s' * (p > 1)}"
+    return f"{layout.numel} numbers on {ranks}: {layout.shard_numel} each, {left} of padding"
+
+
+def shards_drawing(p: int) -> Drawing:
+    """Return a box for each number: above by its tensor, below by the rank that holds it."""
+    layout = FlatLayout(tuple(FOUR.values()), p)
+    padding = [("–", -1)] * (layout.padded_numel - layout.numel)
+    sizes = zip("wbst", layout.numels, strict=True)
+    tensors = [(letter, -1) for letter, numel in sizes for _ in range(numel)]
+    shards = [(f"{rank}", rank) for rank in range(p) for _ in range(layout.shard_numel)]
+    return Drawing(
+        finding=four_tensors_finding(p),
+        panels=[
+            Squares(
+                rows={"tensor": tensors + padding, "rank": shards},
+                x_label="the flat parameter: w is a number of weight, b of bias, s of scale, "
+                "t of shift; – is padding",
+            )
+        ],
+    )
+
+
+SHARDS = Live(
+    name="shards_explorer",
+    lesson="09_zero",
+    question="Where are tensors cut, and what is padded?",
+    choices={"p": (1, 6, 4)},
+    compute=shards_drawing,
 )

@@ -23,6 +23,7 @@ from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page, 
 from course_lib.memory.formulas import model_states
 from course_lib.zero.cost import ParamTraffic, zero_traffic
 from course_lib.zero.flat_layout import FlatLayout
+from course_lib.zero.live import FOUR, four_tensors_finding
 from course_lib.zero.lab import (
     H100_NUM_PARAMS,
     H100_PEAK_GIB,
@@ -89,13 +90,10 @@ def states_on_ranks(
 
 def four_tensors(p: int) -> tuple[Figure, str]:
     """Draw a flat parameter of four small tensors, cut into equal shards for p ranks."""
-    shapes = {"weight": (3, 4), "bias": (4,), "scale": (1,), "shift": (6,)}
-    layout = FlatLayout(tuple(shapes.values()), p)
-    left = layout.padded_numel - layout.numel
+    layout = FlatLayout(tuple(FOUR.values()), p)
     ranks = f"{p} rank{'s' * (p > 1)}"
-    title = f"{layout.numel} numbers on {ranks}: {layout.shard_numel} each, {left} of padding"
-    alt = f"{layout.numel} numbers in {len(shapes)} tensors, cut into equal shards for {ranks}"
-    return flat_param_shards(layout, [*shapes], title), alt
+    alt = f"{layout.numel} numbers in {len(FOUR)} tensors, cut into equal shards for {ranks}"
+    return flat_param_shards(layout, [*FOUR], four_tensors_finding(p)), alt
 
 
 def flat_param_shards(layout: FlatLayout, names: Sequence[str], title: str) -> Figure:

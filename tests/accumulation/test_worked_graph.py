@@ -3,8 +3,15 @@
 import pytest
 
 from course_lib.accumulation.explorer import graph_explorer
-from course_lib.accumulation.pictures import graph, graph_words
-from course_lib.accumulation.worked_graph import GRAPH, PARAMS, GraphState, graph_states
+from course_lib.accumulation.live import chain_rule_states
+from course_lib.accumulation.pictures import graph
+from course_lib.accumulation.worked_graph import (
+    GRAPH,
+    PARAMS,
+    GraphState,
+    graph_states,
+    graph_words,
+)
 from course_lib.core import CourseError
 
 
@@ -49,6 +56,15 @@ def test_the_picture_holds_every_number_and_the_words_tell_them(items_per_step):
         assert f"value {state.values['w1']:.4f}".rstrip("0") in shown
         assert graph_words(state).startswith(state.words)
         assert ("with gradient" in graph_words(state)) == bool(state.grads)
+
+
+@pytest.mark.parametrize("items_per_step", [1, 2])
+def test_the_chain_rule_of_the_page_is_autograds(items_per_step):
+    states = graph_states(items_per_step=items_per_step)
+    for ours, theirs in zip(chain_rule_states(items_per_step), states, strict=True):
+        assert ours.values == pytest.approx(theirs.values, rel=1e-14)
+        assert ours.grads == pytest.approx(theirs.grads, rel=1e-14)
+        assert (ours.words, {*ours.fresh}) == (theirs.words, {*theirs.fresh})
 
 
 def test_the_explorer_stays_in_the_last_state_of_the_shorter_way():

@@ -1,4 +1,4 @@
-"""Live parts in Chromium: Python in the page gives CPython's answers, and hands can use it."""
+"""Live parts in Chromium, and in a Firefox that is there: Python in the page gives CPython's answers, and hands can use it."""
 
 import json
 import sys
@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, Page
 
 from course_lib.core.live import Live
 from course_lib.pipeline.levels import LEVELS, moves_of
+from tests.firefox import FIREFOX, Firefox
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_MS = 120_000  # until Python is there; 3 s where nothing else runs
@@ -32,6 +33,16 @@ ASK = """asked => new Promise((done, failed) => {
     if (data.id === asked.length - 1) done(answers);
   };
   asked.forEach(([where, values], id) => worker.postMessage({ id, where, values }));
+})"""
+
+
+PRESS = """([row, label]) => new Promise((done) => {
+  const said = () => document.querySelector(".live-finding").innerText, before = said();
+  const all = [...document.querySelectorAll(`[aria-label="${row}"] button`)];
+  all.find((one) => one.innerText === label).click();
+  const timer = setInterval(() => {
+    if (said() !== before) { clearInterval(timer); done(said()); }
+  }, 20);
 })"""
 
 
@@ -86,6 +97,17 @@ def page(browser: Browser) -> Iterator[Page]:
     assert complaints == []
 
 
+@pytest.fixture(params=["chromium", *["firefox"] * bool(FIREFOX)])
+def window(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Page | Firefox]:
+    """A page of each browser that is there: `goto` and `evaluate`."""
+    if request.param == "chromium":
+        yield request.getfixturevalue("page")
+        return
+    window = Firefox(tmp_path / "profile")
+    yield window
+    window.close()
+
+
 def asked_of(part: Live) -> list[dict[str, object]]:
     """The start, and each choice at its first and its last value, the others at the start.
 
@@ -98,15 +120,15 @@ def asked_of(part: Live) -> list[dict[str, object]]:
     return [{}, *ends]
 
 
-def test_python_in_the_page_gives_the_same_answer_to_the_last_digit(parts, address, page: Page):
+def test_python_in_the_page_gives_the_same_answer_to_the_last_digit(parts, address, window):
     asked = [
         (where, json.dumps(values)) for part, where in parts.values() for values in asked_of(part)
     ]
     level = LEVELS["7 ZB-V"]
     moves = {"level": "7 ZB-V", "moves": " ".join(moves_of(level, level.reference))}
     asked.append((parts["schedule_by_hand"][1], json.dumps(moves)))
-    page.goto(f"{address}/calculator.html")
-    answers = page.evaluate(ASK, asked)
+    window.goto(f"{address}/calculator.html")
+    answers = window.evaluate(ASK, asked)
     part_of = {tuple(where): part for part, where in parts.values()}
     wrong = [
         (where, values)
@@ -115,6 +137,22 @@ def test_python_in_the_page_gives_the_same_answer_to_the_last_digit(parts, addre
     ]
     assert len(asked) > 140
     assert wrong == []
+
+
+def test_hands_can_use_a_part_in_each_browser(address: str, window):
+    window.goto(f"{address}/schedule_by_hand.html")
+    for move in ("F0", "F1", "F2"):
+        window.evaluate(PRESS, ["rank 0", move])
+    said = window.evaluate(PRESS, ["rank 1", "F0"])
+    assert said.startswith("4 of 18 placed, up to 3;")
+    assert "it needs F0 of rank 1" not in said
+    said = window.evaluate(PRESS, ["game", "undo"])
+    assert said.startswith("3 of 18 placed")
+    window.goto(f"{address}/plan_explorer.html")
+    said = window.evaluate("() => document.querySelector('.live svg').getAttribute('aria-label')")
+    assert "tokens/s" in said or "fit" in said
+    wide = window.evaluate("() => document.querySelector('.live svg').getBoundingClientRect().width")
+    assert wide > 300
 
 
 def finding(page: Page, name: str) -> str:
