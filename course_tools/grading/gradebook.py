@@ -121,7 +121,11 @@ class Gradebook:
         """Return all that is known of the class, for what reads it later."""
         title = self.assignment.title if self.assignment else ""
         found = [
-            json.loads(one.to_line(), object_hook=_cut_values) | {"total": one.total(self.points)}
+            json.loads(one.to_line(), object_hook=_cut_values)
+            | {
+                "total": one.total(self.points),
+                "by_hand": [cut(_given(one, key)) for key in one.hand],
+            }
             for one in rows
         ]
         return json.dumps({"title": title, "points": self.points, "rows": found}, indent=1) + "\n"

@@ -48,9 +48,8 @@ def read_totals(grades: Path) -> Totals:
                 "out of the submissions, and grade again."
             )
         by_student[student] = row["total"]
-        comments[student] = "; ".join(
-            f"{one['key']}: {one['status']}" for one in row["verdicts"]
-        ) or str(row["problem"])
+        told = [f"{one['key']}: {one['status']}" for one in row["verdicts"]] or [row["problem"]]
+        comments[student] = "; ".join([*told, *row["by_hand"]])
     points = found["points"]
     return Totals(by_student, comments, sum(points.values()), found["title"])
 

@@ -20,21 +20,9 @@ from course_tools.grading.graded import Graded
 from course_tools.platforms.autograder import classroom_result, gradescope_results
 from course_tools.platforms.bundle import autograder_files, write_autograder, write_classroom
 from course_tools.platforms.grade_table import Totals, canvas_table, moodle_table
-from tests.grading.conftest import Class
 
 POINTS = {"toy-1": 10.0, "toy-2": 10.0, "toy-3": 10.0}
 WRONG = "def add(x, y):\n    return x - y\n"
-
-
-@pytest.fixture
-def toy(tmp_path) -> Class:
-    made = Class(tmp_path)
-    source = made.home / "source/toy.py"
-    source.write_text(source.read_text().lstrip())
-    parts = {"toy-1": {"value": 10}}
-    settings = replace(read_assignment(made.home), seeded=False, parts=parts)
-    write_assignment(settings, made.home)
-    return made
 
 
 def laid_out(home: Path, submission: Path) -> dict[str, str]:

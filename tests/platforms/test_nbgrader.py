@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 
 from course_lib.checks.lesson_source import read_source, solved
 from tests.terminal import run
@@ -38,6 +39,7 @@ def hand_in(release: Path, path: Path, answers: dict[str, str]) -> None:
     nbformat.write(notebook, path)
 
 
+@pytest.mark.timeout(1800)
 def test_nbgrader_generates_and_grades_an_assignment(tmp_path):
     env, there = tmp_path / "env", tmp_path / "nbgrader"
     subprocess.run([sys.executable, "-m", "venv", env], check=True)

@@ -41,6 +41,11 @@ def block(name: str) -> str:
     return re.search(rf"^```python {name}\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)[1]
 
 
+def by_hand_lines() -> str:
+    """The lines by hand that the assistants' page shows."""
+    return re.search(r"student,exercise,points,comment\n(.*?)```", ASSISTANTS, re.DOTALL)[1]
+
+
 @dataclass(frozen=True)
 class Step:
     """A command of the guide, and a piece of what it says."""
@@ -75,6 +80,7 @@ STUDENT = (
     Step("course pack --student ann", "hw1-ann.zip is what you hand in."),
 )
 GRADES = (Step(GRADE, "ann 10 of 10 3 right", code=1), Step(AGAIN, "dora 0 of 10 3 not done"))
+BY_HAND = Step(GRADE, "bob 5.5 of 10 1 right, 1 not done, 1 wrong", code=1)
 TERM = (Step("course term grades --out term", "term/index.html"),)
 EXPORT = "course assignment export hw1 --to"
 EXPORTS = (
@@ -90,9 +96,9 @@ CANVAS = """Student,ID,SIS User ID,SIS Login ID,Section
 Ann,1,,ann,one
 Bob,2,,bob,one
 """
-MOODLE = """Identifier,Full name,Grade,Maximum Grade
-Participant 1,ann,,10.00
-Participant 2,bob,,10.00
+MOODLE = """Identifier,Full name,Grade,Maximum Grade,Feedback comments
+Participant 1,ann,,10.00,
+Participant 2,bob,,10.00,
 """
 
 
@@ -154,14 +160,21 @@ def test_the_guide_leads_from_nothing_to_grades(tmp_path):
     made = {path.name for path in (tmp_path / "grades").iterdir() if path.is_file()}
     told = GUIDE.partition("| in `grades` |")[2].partition("\n\n")[0]
     assert made <= set(re.findall(r"`([^`]+)`", told))
-    assert HIDDEN_CASE in (tmp_path / "grades/feedback/bob.html").read_text()
+    with (tmp_path / "grades/by_hand.csv").open("a") as file:
+        file.write(by_hand_lines())
+    BY_HAND.take(tmp_path)
+    bobs = (tmp_path / "grades/feedback/bob.html").read_text()
+    assert HIDDEN_CASE in bobs
+    assert "the last bucket is missing" in bobs
     (tmp_path / "canvas.csv").write_text(CANVAS)
     (tmp_path / "moodle.csv").write_text(MOODLE)
     for step in (*TERM, *EXPORTS):
         step.take(tmp_path)
     exported = tmp_path / "assignments/hw1/export"
     told = list(csv.reader((exported / "hw1-canvas.csv").read_text().splitlines()))
-    assert [row[-1] for row in told] == ["Rings and buckets", "10", "10", "4"]
+    assert [row[-1] for row in told] == ["Rings and buckets", "10", "10", "5.5"]
+    (_, bobs) = csv.DictReader((exported / "hw1-moodle.csv").read_text().splitlines())
+    assert "the last bucket is missing" in bobs["Feedback comments"]
     assert marked(exported / "source/hw1/hw1.ipynb") == [
         *[("answer-collectives-3", True, 0), ("check-collectives-3", False, 4)],
         *[("answer-ddp-1", True, 0), ("check-ddp-1", False, 3)],
