@@ -77,7 +77,8 @@ class FailureLab:
         return self.log
 
     def _train(self) -> None:
-        with TemporaryDirectory() as folder, Ranks(2) as ranks, ThreadPoolExecutor(1) as pool:
+        here = Ranks(2, cluster="laptop")
+        with TemporaryDirectory() as folder, here as ranks, ThreadPoolExecutor(1) as pool:
             done = False
             while not done:
                 found = latest(folder)

@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 
+from course_lib.core.default_place import resolve
 from course_lib.core.errors import CourseError, MachineError, MeshError
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import Event
@@ -34,19 +35,29 @@ class Ranks:
     """A world of `world_size` ranks, started at once and restarted after a failure.
 
     `link` emulates a link between them (`Link` or `TwoLevelLink`); without one they communicate as
-    fast as this machine can. Calls from several threads take turns: each waits for the others.
+    fast as this machine can. They start on this machine, or where COURSE_RANKS says; here in any
+    case with cluster="laptop". Calls from several threads take turns: each waits for the others.
 
     Raises: MeshError for a world size that is no whole number from 1 to 64; MachineError where the
             temporary folder has no room
     """
 
-    def __init__(self, world_size: int = 4, *, link: Link | TwoLevelLink | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int = 4,
+        *,
+        link: Link | TwoLevelLink | None = None,
+        cluster: Any = None,
+    ) -> None:
         whole = isinstance(world_size, Integral) and not isinstance(world_size, bool)
         if not whole or not 1 <= world_size <= MAX_RANKS:
             raise MeshError(
                 f"Ranks: need a whole number of ranks from 1 to {MAX_RANKS}; got {world_size!r}. "
                 "Try Ranks(4)."
             )
+        link, cluster = resolve(int(world_size), link, cluster)
+        if cluster is not None:
+            raise CourseError(f"Ranks: need ranks of this machine; got cluster={cluster!r}.")
         self.world_size, self.link = int(world_size), link
         self._turn = threading.RLock()
         self._members: list[Member] = []
