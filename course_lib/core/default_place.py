@@ -52,8 +52,8 @@ class DefaultPlace:
         kind, _, more = self.text.partition(":")
         hosts = tuple(more.split(",")) if kind == "ssh" else ()
         nodes = len(hosts) if hosts else int(more) if more else None
-        cluster_ranks = import_module("course_lib.cluster_ranks")  # stands above: it asks Slurm
-        return cluster_ranks.allocate(kind, nodes=nodes, hosts=hosts)
+        shared = import_module("course_lib.cluster_ranks.shared")  # stands above: it asks Slurm
+        return shared.allocate(kind, nodes=nodes, hosts=hosts)
 
     @property
     def name(self) -> str:

@@ -45,7 +45,7 @@ class Report:
     mismatch: Sequence[tuple[int, Post]] = ()
     dropped: Sequence[tuple[int, Post]] = ()
     note: str = ""
-    restarted: bool = True
+    after: str = ""
     stopped: bool = False
 
     @property
@@ -69,7 +69,7 @@ class Report:
             *told_once(dropped_words, self.dropped),
             *(f"rank {r} was computing\n    {line}" for r, line in sorted(self.computing.items())),
             f"{in_words(self.returned)} had returned" if self.returned else "",
-            "The ranks were restarted; what they held is gone." if self.restarted else "",
+            self.after,
         ]
         return "\n".join(part for part in parts if part)
 

@@ -28,10 +28,10 @@ def place(monkeypatch):
         module._first.cache_clear()
         allocation = SimpleNamespace(nodes=2, backends={"gloo"})
         asked: list[tuple] = []
-        cluster_ranks = SimpleNamespace(
+        shared = SimpleNamespace(
             allocate=lambda *words, **more: asked.append((*words, more)) or allocation
         )
-        monkeypatch.setattr(module, "import_module", lambda _: cluster_ranks)
+        monkeypatch.setattr(module, "import_module", lambda _: shared)
         return SimpleNamespace(allocation=allocation, asked=asked)
 
     yield begin
@@ -68,7 +68,9 @@ def test_no_link_is_emulated_on_an_allocation_and_one_line_says_so(place, capsys
     assert resolve(2, WIRE, None) == (None, kernel.allocation)
     said = capsys.readouterr().out
     assert said.count("\n") == 1
-    assert "Ranks(2)" in said and "cluster (2 nodes, gloo)" in said and str(WIRE) in said
+    assert "Ranks(2)" in said
+    assert "cluster (2 nodes, gloo)" in said
+    assert str(WIRE) in said
 
 
 @pytest.mark.parametrize("text", ["Slurm", "slurm:0", "ssh", "ssh:-oProxyCommand=x", "slurm:2:3"])
@@ -81,7 +83,7 @@ def test_a_kernel_keeps_its_place(place, monkeypatch):
     place("slurm")
     assert default_place().is_cluster
     monkeypatch.setenv(module.PLACE, "laptop")
-    with pytest.raises(CourseError, match="got laptop after slurm.*restart the kernel"):
+    with pytest.raises(CourseError, match=r"got laptop after slurm.*restart the kernel"):
         default_place()
 
 
