@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
-from course_lib.cluster_ranks import place_of
 from course_lib.cluster_ranks.cluster_place import ClusterPlace
+
+from course_lib.cluster_ranks import place_of
 from course_lib.jobs.job import CPU_RANKS
 from course_lib.jobs.profile import OWN, read_profile
 from course_lib.ranks.call_board import CallBoard

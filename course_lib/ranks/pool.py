@@ -239,7 +239,10 @@ def _place_for(
             f"Ranks: need cluster=... with {', '.join(wanted) or 'nodes'}; got none. "
             'Try cluster="slurm".'
         )
-    return where.place_for_pool() if where else LocalPlace()
+    if where is None:
+        return LocalPlace()
+    in_turn: Place = where.place_for_pool()
+    return in_turn
 
 
 def _did_not_start(output_file: str) -> str:
