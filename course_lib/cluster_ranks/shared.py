@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
-from course_lib.cluster_ranks.cluster_place import ClusterPlace
-
 from course_lib.cluster_ranks import place_of
+from course_lib.cluster_ranks.cluster_place import ClusterPlace
 from course_lib.jobs.job import CPU_RANKS
-from course_lib.jobs.profile import OWN, read_profile
+from course_lib.jobs.site_commands import pick_profile
 from course_lib.ranks.call_board import CallBoard
 from course_lib.ranks.rank_process import WorkerConfig
 
@@ -34,7 +33,7 @@ def allocate(kind: str, *, nodes: int | None, hosts: Sequence[str] = ()) -> "Sha
 
 def fewest_nodes() -> int:
     """Return how many nodes of the site hold the ranks of most lessons."""
-    profile = read_profile(OWN)
+    profile = pick_profile(None)
     return min(ceil(USUAL_RANKS / (profile.gpus_per_node or CPU_RANKS)), profile.max_nodes)
 
 

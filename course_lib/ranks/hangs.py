@@ -186,7 +186,7 @@ def find_swap(call_board: CallBoard, ranks: Iterable[int], since_s: float = 0.0)
 
 
 def _collectives(call_board: CallBoard, rank: int, since_s: float) -> dict[tuple[int, int], Post]:
-    history = (post for post in call_board.history(rank) if post.post_s >= since_s)
+    history = call_board.history(rank, since_s=since_s)
     return {(p.channel, p.seq): p for p in history if p.kind not in ("send", "recv")}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import cloudpickle
 
-from course_lib.ranks.call_board import CallBoard, Flag
+from course_lib.ranks.call_board import CallBoard, Flag, Post
 from course_lib.ranks.hangs import (
     HangWatch,
     find_dropped,
@@ -24,6 +24,7 @@ from course_lib.ranks.report import (
     RankError,
     Report,
     dropped_words,
+    find_disagreement,
     find_mismatch,
     orphan_words,
     told_once,
@@ -53,8 +54,7 @@ class RankJob:
         Raises: RankError with a report if a rank raises, dies, hangs or is stopped
         """
         try:
-            for member in self.members:
-                member.jobs.send((kind, blob))
+            self.place.send((kind, blob))
             self._watch()
         except KeyboardInterrupt:
             self._give_up("", stopped=True)  # Stop, or a time limit: it looks the same
@@ -64,8 +64,8 @@ class RankJob:
         finally:
             self._progress.clear()
         self._show_rest()
-        if self._failures:
-            self.lost = self._is_spoilt()
+        if self._failures or self._mismatch():
+            self.lost = self._is_spoilt() or not self._failures
             raise RankError(self._report(""))
         self._warn()
         return [cloudpickle.loads(self._results[member.rank]) for member in self.members]
@@ -86,8 +86,29 @@ class RankJob:
                 failed_since_s = time.perf_counter()
             out_of_grace = failed_since_s and time.perf_counter() - failed_since_s > GRACE_S
             hangs = self._hang.is_certain(self._unfinished, self.place.is_current())
-            if self._unfinished and (hangs or out_of_grace):
+            if self._unfinished and (hangs or out_of_grace or self._waits_differ()):
                 self._give_up("")
+
+    def _waits_differ(self) -> bool:
+        """Return whether ranks that have not seen each other's calls in time wait in different ones."""
+        if self.place.sees_at_once:
+            return False
+        board, states = self.call_board, map(self.call_board.state, self._unfinished)
+        keys = {key for state in states if (key := state.blocked or state.oldest)}
+        found = ((rank, board.find(rank, *key)) for key in keys for rank in range(board.world_size))
+        return bool(find_disagreement((rank, post) for rank, post in found if post))
+
+    def _mismatch(self) -> list[tuple[int, Post]]:
+        """Return (rank, call) of calls that do not match."""
+        if any(failure.name == "MismatchError" for failure in self._failures.values()):
+            return find_mismatch(self.call_board, len(self.members))
+        if self.place.sees_at_once:
+            return []
+        history = self.call_board.history
+        ranks = range(self.call_board.world_size)
+        return find_disagreement(
+            (rank, post) for rank in ranks for post in history(rank, since_s=self._start_s)
+        )
 
     def _collect(self, timeout_s: float) -> None:
         unfinished = [self.members[rank] for rank in self._unfinished]
@@ -148,13 +169,12 @@ class RankJob:
         ]
         found = sorted((wait for wait in waits if wait), key=lambda wait: wait.rank)
         waiting = {wait.rank for wait in found}
-        mismatched = any(f.name == "MismatchError" for f in self._failures.values())
         return Report(
             failures=self._failures,
             waits=found,
             computing={r: self.call_board.state(r).line for r in unfinished if r not in waiting},
             returned=sorted(self._results),
-            mismatch=find_mismatch(self.call_board, len(self.members)) if mismatched else (),
+            mismatch=self._mismatch(),
             dropped=find_dropped(self.call_board, found),
             note=note,
             after=self.place.after_loss() if self.lost else "",
@@ -170,8 +190,8 @@ class RankJob:
         names = {failure.name for failure in self._failures.values()}
         if names & {"RankDied", "ConnectionLostError", "MismatchError"}:
             return True
-        history = [post for m in self.members for post in self.call_board.history(m.rank)]
-        calls = [post for post in history if post.post_s >= self._start_s]
+        history, ranks = self.call_board.history, range(self.call_board.world_size)
+        calls = [post for rank in ranks for post in history(rank, since_s=self._start_s)]
         return any(
             Flag.DONE not in post.flags
             or len(list(self.call_board.matching(post))) < len(post.members)

@@ -4,6 +4,8 @@ The pool and its jobs know ranks only as members of a place. Ranks on other node
 same shape (`course_lib.cluster_ranks`), so that a job is watched in the same way everywhere.
 """
 
+import multiprocessing
+import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -57,17 +59,25 @@ class Member(Protocol):
 class Place(Protocol):
     """A place that starts ranks and ends them.
 
-    over  whether this place has no room for ranks any more until `start` asks for it again
+    over          whether this place has no room for ranks any more until `start` asks for it again
+    sees_at_once  whether ranks see each other's calls at once, and refuse one that does not match
     """
 
     members: Sequence[Member]
     over: bool
+    sees_at_once: bool
 
     def start(self, configs: Sequence[WorkerConfig], call_board: CallBoard) -> None:
         """Start these ranks; their calls appear on the call board."""
 
     def before_job(self) -> None:
         """Say what a learner should know before the next job."""
+
+    def send(self, job: tuple[str, bytes]) -> None:
+        """Send a job to every rank.
+
+        Raises: BrokenPipeError where one is gone
+        """
 
     def is_current(self) -> bool:
         """Return whether the call board shows what all ranks do now."""
@@ -127,26 +137,60 @@ class LocalMember:
 
 
 class LocalPlace:
-    """This machine: ranks are forked from the fork server."""
+    """This machine: ranks are forked from the fork server, or else from this process.
 
-    over = False
+    forks   start ranks by a fork of this process, which is there for nothing else
+    apart   what it has open besides, with close(), and a rank must not keep
+    """
 
-    def __init__(self) -> None:
+    over, sees_at_once = False, True
+
+    def __init__(self, *, forks: bool = False, apart: Sequence[Any] = ()) -> None:
         self.members: list[LocalMember] = []
+        self._forks, self._apart = forks, tuple(apart)
 
     def start(self, configs: Sequence[WorkerConfig], call_board: CallBoard) -> None:
         """Start these ranks.
 
         Raises: MachineError where a process cannot be started
         """
-        context = start_method()
+        context = multiprocessing.get_context("fork") if self._forks else start_method()
         with without_main_script():
             for config in configs:
                 open(config.output_file, "a").close()
-                self.members.append(_start_rank(context, config))
+                self.members.append(self._start_rank(context, config))
+
+    def _start_rank(self, context: Any, config: WorkerConfig) -> LocalMember:
+        jobs, jobs_there = context.Pipe()
+        lifeline_there, lifeline = context.Pipe(duplex=False)
+        ends = [end for member in self.members for end in (member.jobs, member.lifeline)]
+        extra = ([*self._apart, *ends, jobs, lifeline],) if self._forks else ()
+        process = context.Process(
+            target=_live_apart if self._forks else live,
+            args=(config, jobs_there, lifeline_there, *extra),
+            name=f"rank {config.rank}",
+        )
+        try:
+            process.start()
+        except (EOFError, OSError) as error:
+            raise MachineError(
+                f"Ranks: need a new process for rank {config.rank}; got: {error}. Try again, or "
+                "`course doctor`, which shows what this machine has."
+            ) from error
+        jobs_there.close()
+        lifeline_there.close()
+        return LocalMember(config.rank, process, jobs, lifeline)
 
     def before_job(self) -> None:
         """Say nothing: this machine is there."""
+
+    def send(self, job: tuple[str, bytes]) -> None:
+        """Send a job to every rank.
+
+        Raises: BrokenPipeError where one is gone
+        """
+        for member in self.members:
+            member.jobs.send(job)
 
     def is_current(self) -> bool:
         """Return True: the ranks write the call board themselves."""
@@ -165,7 +209,7 @@ class LocalPlace:
             member.jobs.close()
             member.lifeline.close()
         self.members.clear()
-        end_orphans()
+        end_orphans(os.getpid() if self._forks else None)
 
     def end(self) -> None:
         """Stop the ranks."""
@@ -176,19 +220,13 @@ class LocalPlace:
         return RESTARTED
 
 
-def _start_rank(context: Any, config: WorkerConfig) -> LocalMember:
-    jobs, jobs_there = context.Pipe()
-    lifeline_there, lifeline = context.Pipe(duplex=False)
-    process = context.Process(
-        target=live, args=(config, jobs_there, lifeline_there), name=f"rank {config.rank}"
-    )
-    try:
-        process.start()
-    except (EOFError, OSError) as error:
-        raise MachineError(
-            f"Ranks: need a new process for rank {config.rank}; got: {error}. Try again, or "
-            "`course doctor`, which shows what this machine has."
-        ) from error
-    jobs_there.close()
-    lifeline_there.close()
-    return LocalMember(config.rank, process, jobs, lifeline)
+def _live_apart(
+    config: WorkerConfig,
+    jobs: connection.Connection,
+    alive: connection.Connection,
+    inherited: Sequence[Any],
+) -> None:
+    """Live as a rank that was forked from the process that holds the others' pipes."""
+    for end in inherited:
+        end.close()  # else no rank ever sees that this process has gone
+    live(config, jobs, alive)

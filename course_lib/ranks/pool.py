@@ -102,8 +102,7 @@ class Ranks:
         with self._turn:
             if not self._ready or not self._all_alive():
                 return []
-            for member in self._place.members:
-                member.jobs.send(("events", b""))
+            self._place.send(("events", b""))
             events = [event for member in self._place.members for event in member.jobs.recv()[1]]
         zero_s = min((event.start_s for event in events), default=0.0)
         return [event.since(zero_s) for event in sorted(events, key=lambda e: e.start_s)]

@@ -112,10 +112,8 @@ def _set_up_process(config: WorkerConfig) -> None:
         LOCAL_WORLD_SIZE=str(config.world_size if alone else config.local_world_size),
         OMP_NUM_THREADS="1",
     )
-    if sys.platform == "linux":
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", config.interface
-        )  # a laptop's own name may not resolve
+    if sys.platform == "linux" and config.interface:  # a laptop's own name may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", config.interface)
     torch.set_num_threads(1)
 
 

@@ -117,6 +117,17 @@ def find_mismatch(call_board: CallBoard, world_size: int) -> list[tuple[int, Pos
     return []
 
 
+def find_disagreement(calls: Iterable[tuple[int, Post]]) -> list[tuple[int, Post]]:
+    """Return (rank, call) of one call that the ranks made differently; [] where there is none."""
+    by_call: dict[tuple[int, int], dict[int, Post]] = {}
+    for rank, post in calls:
+        by_call.setdefault((post.channel, post.seq), {})[rank] = post
+    for made in by_call.values():
+        if len({post.signature for post in made.values()}) > 1 or unfit_split(made.items()):
+            return sorted(made.items())
+    return []
+
+
 def told_once(words: Callable[[int, Post], str], calls: Iterable[tuple[int, Post]]) -> list[str]:
     """Return the words for these calls in order; calls of a loop, which read alike, once."""
     return list(dict.fromkeys(words(rank, post) for rank, post in calls))
