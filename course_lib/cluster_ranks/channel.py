@@ -89,7 +89,9 @@ class Channel:
                 raise ChannelError(f"channel: a frame of {length} bytes is too long")
             tag = receive_exactly(self.sock, TAG_BYTES)
             piece = receive_exactly(self.sock, length)
-            if not hmac.compare_digest(tag, _tag(self._key_in, COUNT.pack(self._num_in, last), piece)):
+            if not hmac.compare_digest(
+                tag, _tag(self._key_in, COUNT.pack(self._num_in, last), piece)
+            ):
                 raise ChannelError("channel: a frame has a wrong tag, or is not the next one")
             self._num_in += 1
             pieces += piece

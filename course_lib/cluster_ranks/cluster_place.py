@@ -138,7 +138,9 @@ class ClusterPlace:
     def after_loss(self) -> str:
         """Return the sentence on what becomes of the ranks after a failure that cost them."""
         if self.over:
-            return "The nodes are given back; what the ranks held is gone. The next cell asks again."
+            return (
+                "The nodes are given back; what the ranks held is gone. The next cell asks again."
+            )
         return RESTARTED
 
     # -- keeping the nodes, and giving them back --------------------------------------------

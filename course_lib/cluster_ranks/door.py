@@ -132,7 +132,12 @@ def address_of(wanted: str, route: Callable[[], str] | None = None) -> str:
     Raises: MachineError for a name that is neither
     """
     found = psutil.net_if_addrs()
-    own = {name: one.address for name, all_of in found.items() for one in all_of if one.family == socket.AF_INET}
+    own = {
+        name: one.address
+        for name, all_of in found.items()
+        for one in all_of
+        if one.family == socket.AF_INET
+    }
     if wanted in own:
         return own[wanted]
     if wanted:

@@ -70,7 +70,9 @@ class RemoteMember:
         by_order = "SIGTERM" in failure.message  # as Slurm ends all of a job, the server too
         if self.node.is_gone.wait(FATE_S if by_order else 0.2):
             self.node.fate_known.wait(FATE_S)
-            return RankFailure("RankDied", f"died: its node {self.node.name} is gone{self.node.fate}")
+            return RankFailure(
+                "RankDied", f"died: its node {self.node.name} is gone{self.node.fate}"
+            )
         return failure
 
     def end(self, failure: RankFailure) -> None:

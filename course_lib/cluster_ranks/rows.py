@@ -69,4 +69,3 @@ def shifted(slot: bytes, by_s: float) -> bytes:
         if time_s:
             TIME.pack_into(made, where, time_s + by_s)
     return bytes(made)
-

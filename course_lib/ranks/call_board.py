@@ -236,9 +236,7 @@ class CallBoard:
             return None
         return arrive_s or post_s
 
-    def history(
-        self, rank: int, having: Flag = NO_FLAGS, since_s: float = 0.0
-    ) -> list[Post]:
+    def history(self, rank: int, having: Flag = NO_FLAGS, since_s: float = 0.0) -> list[Post]:
         """Return a rank's calls that are still on the call board and have these flags, in order."""
         start, end = rank * RANK_BYTES + 512, rank * RANK_BYTES + SPLITS_AT
         slots = enumerate(GIST.iter_unpack(self._map[start:end]))

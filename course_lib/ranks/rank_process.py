@@ -113,7 +113,9 @@ def _set_up_process(config: WorkerConfig) -> None:
         OMP_NUM_THREADS="1",
     )
     if sys.platform == "linux" and config.interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", config.interface)  # a laptop's own name may not resolve
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", config.interface
+        )  # a laptop's own name may not resolve
     torch.set_num_threads(1)
 
 
