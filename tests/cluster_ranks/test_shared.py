@@ -56,7 +56,7 @@ def test_pools_of_any_size_take_turns_on_one_allocation(kernel, capsys):
     del one
     gc.collect()
     assert four.run(sum_and_place)[3] == (1111.0, "1", "2")
-    assert len(four.events) == 4
+    assert {event.rank for event in four.events} == {0, 1, 2, 3}
     assert default_place().allocation.place.links[0].channel is server  # asked for once
     assert default_place().name == "cluster (2 nodes, gloo)"
     with Ranks(2, cluster="laptop") as here:
@@ -66,7 +66,9 @@ def test_pools_of_any_size_take_turns_on_one_allocation(kernel, capsys):
 @pytest.mark.parametrize("lesson", ON_CLUSTER)
 def test_every_cell_of_a_lesson_passes_on_an_allocation(slurm, lesson):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    passed, failures, notebook = run_cells(lesson, os.environ | {module.PLACE: "slurm:2", "PATH": path})
+    passed, failures, notebook = run_cells(
+        lesson, os.environ | {module.PLACE: "slurm:2", "PATH": path}
+    )
     assert not failures, "\n".join(failures)
     assert passed > 30
     assert "Slurm job" in str(notebook.cells)
