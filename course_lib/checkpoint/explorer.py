@@ -81,7 +81,8 @@ class FailureLab:
         return self.log
 
     def _train(self) -> None:
-        with TemporaryDirectory() as out, Ranks(2) as ranks, ThreadPoolExecutor(1) as pool:
+        here = Ranks(2, cluster="laptop")
+        with TemporaryDirectory() as out, here as ranks, ThreadPoolExecutor(1) as pool:
             config, is_done = replace(self.config, out=out), False
             while not is_done:
                 step = _last_step(config)

@@ -99,7 +99,7 @@ class ByExample:
     def observe(self, answer: Any) -> Iterator[Run]:
         """Run the answer on each world in turn; yield what the ranks observed, run by run."""
         for world_size in self.worlds:
-            with Ranks(world_size) as ranks:
+            with Ranks(world_size, cluster="laptop") as ranks:
                 for options in self.runs(world_size):
                     yield self.run_on(ranks, answer, options)
 

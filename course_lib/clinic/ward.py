@@ -46,7 +46,8 @@ def run_case(
     """
     there = {**case.circumstances, case.place: function or case.faulty}
     settings, losses = _settings(case, seed, steps), Losses()
-    with tempfile.TemporaryDirectory() as out, Ranks(case.ranks) as ranks:
+    here = Ranks(case.ranks, cluster="laptop")
+    with tempfile.TemporaryDirectory() as out, here as ranks:
         if every := settings.get("save_every"):  # the job is preempted in the middle
             settings["out"] = out
             losses += ranks.run(_trained, TrainConfig(**settings | {"steps": every}), there)[0]
@@ -61,7 +62,7 @@ def run_right(
     """Train in one process what a case should have trained; return the loss of each step."""
     settings = {k: v for k, v in _settings(case, seed, steps).items() if k not in SPLITTING}
     config = TrainConfig(**settings, record_values=str(folder) if folder else None)
-    with Ranks(1) as one:
+    with Ranks(1, cluster="laptop") as one:
         return one.run(_trained, config, case.circumstances)[0]
 
 

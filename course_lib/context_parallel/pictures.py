@@ -30,6 +30,7 @@ from course_lib.cost.hardware import H100
 from course_lib.cost.published import rows
 from course_lib.display.colours import BLACK, QUIET, WHITE, rank_colour
 from course_lib.display.compare import Voices, compare
+from course_lib.display.on_ranks import compare_on_ranks, measured_over
 from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page
 from course_lib.display.timeline import timelines
 
@@ -115,7 +116,8 @@ def busy_picture(sizes: AttentionSizes, p: int, runs: Mapping[str, RingRuns]) ->
         for layout, run in runs.items()
     ]
     title = f"The busiest rank's time divided by the mean: {', '.join(told)}"
-    figure = compare(
+    figure = compare_on_ranks(
+        "busy_picture",
         range(p),
         curves,
         title,
@@ -133,7 +135,8 @@ def ring_on_the_clock(runs: Mapping[str, RingRuns], link: Link | None = None) ->
     ends_ms = {name: 1e3 * max(event.end_s for event in own) for name, own in events.items()}
     title = "A causal ring, forward and backward: "
     title += ", ".join(f"{name} {end:.0f} ms" for name, end in ends_ms.items())
-    return timelines(events, title, link=link), f"{title}; a block travels while one is computed"
+    over = measured_over(link)
+    return timelines(events, title, link=over), f"{title}; a block travels while one is computed"
 
 
 def hiding_picture(

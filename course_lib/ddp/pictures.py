@@ -5,6 +5,7 @@ a figure and its alt text. Notebook 06_ddp.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -20,6 +21,7 @@ from course_lib.ddp.cost import (
     step_s,
 )
 from course_lib.display.compare import Voices, compare
+from course_lib.display.on_ranks import compare_on_ranks, measured_over
 from course_lib.display.timeline import timelines
 from course_lib.ranks.timing import Measured
 
@@ -60,7 +62,7 @@ def overlap_on_the_clock(
     title = f"Overlap: a step takes {early_ms:.0f} ms instead of {late_ms:.0f} ms"
     predicted_ms = 1e3 * step_s(cost, bucket_bytes, 2, link)
     alt = f"{title}, predicted {predicted_ms:.0f} ms; the first bucket is sent early in backward"
-    return timelines(rows, title, link=link), alt
+    return timelines(rows, title, link=measured_over(link)), alt
 
 
 def one_bucket_size(
@@ -71,7 +73,7 @@ def one_bucket_size(
         "predicted": ddp_step(cost, bucket_bytes, 2, link),
         "measured": on_the_wire(events),
     }
-    return timelines(rows, title, link=link)
+    return timelines(rows, title, link=measured_over(link))
 
 
 def sweep(
@@ -98,8 +100,8 @@ def sweep(
     title += ", ".join(f"{k} at {name}" for name, k in best.items())
     layers = f"{len(cost.grad_bytes)} {'emulated layers' if swept else 'layers'}"
     note = f"2 ranks, {layers}, links of {_latency(links)} latency"
-    labels = {"x_label": "buckets k", "y_label": "step (ms)"}
-    figure = compare(numbers, curves, title, note=note, log_x=True, **labels)  # type: ignore[arg-type]
+    labels: dict[str, Any] = {"x_label": "buckets k", "y_label": "step (ms)"}
+    figure = compare_on_ranks("sweep", numbers, curves, title, note=note, log_x=True, **labels)
     figure.axes[0].set_ylim(bottom=0.95e3 * cost.compute_s)  # a sweep shows its minimum
     name, link = next(iter(links.items()))
     few, least, many = (

@@ -36,7 +36,7 @@ def hang_report(dumps: Sequence[Dump]) -> str:
     if gone := [rank for rank in awaited if rank not in there]:
         parts.append(f"{in_words(gone)} left no dump: ended, or without a flight recorder")
     if waits:
-        lines = str(Report(waits=waits, restarted=False)).splitlines()
+        lines = str(Report(waits=waits)).splitlines()
         parts += lines[waiting != there or bool(gone) :]  # else somebody may still move
         parts.append(_since(dumps))
     elif opened := [call for dump in dumps if (call := _open_call(dump))]:

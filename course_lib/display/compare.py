@@ -22,7 +22,7 @@ from course_lib.core.errors import CourseError
 from course_lib.display.colours import PALE, QUIET, SERIES
 from course_lib.display.page import SMALL_PT, WIDTH_IN, Margins, page, plain, powers_of_ten, short
 
-VOICES = ("formula", "simulation", "measurement", "published")
+VOICES = ("formula", "simulation", "measurement", "published", "elsewhere")
 MOST_TICKS = 8  # on a logarithmic axis, at the values of x
 _SHAPES, _DASHES = ("o", "s", "^", "D"), ("-", "--", "-.", ":")
 _STAR: dict[str, Any] = {
@@ -31,6 +31,7 @@ _STAR: dict[str, Any] = {
     "markerfacecolor": PALE,
     "markeredgewidth": 1.1,
 }
+_PLUS: dict[str, Any] = {"marker": "+", "markersize": 9, "markeredgewidth": 1.4}
 _CROSS: dict[str, Any] = {"marker": "x", "markersize": 7, "markeredgewidth": 1.8}
 _MARGINS, _SOURCE_LINE_IN = Margins(left=0.85), 0.17
 
@@ -46,6 +47,7 @@ class Voices:
     simulation   one number per x
     measurement  one number per x, or a list of repetitions per x
     published    (xs, ys): what others have measured, at values of x of their own
+    elsewhere    (xs, ys): what was measured in another place, at values of x of its own
 
     Raises: CourseError without any of them
     """
@@ -54,6 +56,7 @@ class Voices:
     simulation: Series | None = None
     measurement: Repeated | None = None
     published: tuple[Series, Series] | None = None
+    elsewhere: tuple[Series, Series] | None = None
 
     def __post_init__(self) -> None:
         if all(getattr(self, voice) is None for voice in VOICES):
@@ -151,11 +154,12 @@ def _curve(axes: Axes, x: np.ndarray, name: str, curve: Voices, index: int) -> N
             axes.errorbar(x, y, spread, fmt="none", ecolor=colour, elinewidth=1.1, capsize=3)
         axes.plot(x, y, shape, color=colour, markersize=4.5, linestyle="")
         _no_value(axes, x, y, colour)
-    if curve.published is not None:
-        at, y = _published(name, curve.published)
-        _check_log(axes, name, at, y)
-        axes.plot(at, y, color=colour, linestyle="", zorder=1.9, **_STAR)
-        _no_value(axes, at, y, colour)
+    for voice, marks in (("published", _STAR), ("elsewhere", _PLUS)):
+        if (given := getattr(curve, voice)) is not None:
+            at, y = _of_others(name, voice, given)
+            _check_log(axes, name, at, y)
+            axes.plot(at, y, color=colour, linestyle="", zorder=1.9, **marks)
+            _no_value(axes, at, y, colour)
 
 
 def _no_value(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str) -> None:
@@ -228,12 +232,14 @@ def _line(
     return at, np.array([formula(float(value)) for value in at])
 
 
-def _published(name: str, given: tuple[Series, Series]) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and y of the published values."""
+def _of_others(
+    name: str, voice: str, given: tuple[Series, Series]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y of values with an x of their own."""
     if len(given) != 2 or len(given[0]) != len(given[1]) or len(given[0]) == 0:
         sizes = " and ".join(str(np.size(one)) for one in given)
         raise CourseError(
-            f"{_where(name)}: need published=(xs, ys) with one y for each x; got {sizes} numbers."
+            f"{_where(name)}: need {voice}=(xs, ys) with one y for each x; got {sizes} numbers."
         )
     at, y = (np.asarray(one, dtype=float) for one in given)
     return at, y
@@ -269,6 +275,7 @@ def _legend(curves: Mapping[str, Voices], names: Mapping[str, str]) -> list[Arti
         "simulation": {"marker": "o", "markerfacecolor": "none", "markersize": 9},
         "measurement": {"marker": "o"},
         "published": _STAR,
+        "elsewhere": _PLUS,
     }
     repeated = any(_repeats(curve.measurement) for curve in curves.values())
     for voice in (voice for voice in VOICES if voice in has):

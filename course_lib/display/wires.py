@@ -21,6 +21,7 @@ from course_lib.collectives.live import (
     Cost,
     wire_of,
 )
+from course_lib.core.default_place import default_place
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.units import format_bytes, format_rate, format_seconds
 from course_lib.cost import bandwidth, network
@@ -29,11 +30,13 @@ from course_lib.cost.published import rows
 from course_lib.display.compare import Repeated, Voices, compare
 from course_lib.display.explore import Explore, explore
 from course_lib.display.frames import frames_from_messages, own_everything
+from course_lib.display.on_ranks import compare_on_ranks
 from course_lib.display.stepper import Stepper, stepper
 
 HIERARCHICAL, OUR_RING = "hierarchical", "our ring"
 ListsMessages = Callable[[int, float], list[messages.Message]]
 _by_size = partial(compare, x_label="tensor (bytes)", y_label="time (s)", log=True)
+_on_ranks = partial(compare_on_ranks, x_label="tensor (bytes)", y_label="time (s)", log=True)
 A100 = "8x A100 NVLink3, nccl-tests"
 H200 = "8x H200 NVLink4, NCCL 2.27.7 (ring up to 1 MiB, then NVLS)"
 H100_NODES = "HF H100 cluster, 8 GPUs per node (Ultra-Scale Playbook)"
@@ -116,7 +119,9 @@ def _all_reduces(
         played = [messages.end_of(messages.simulate(build(p, n), link)) for n in sizes]
         times_s = measured[name] if measured else None
         curves[name] = Voices(formula=_at(cost_s, p, link), simulation=played, measurement=times_s)
-    return _by_size(sizes, curves, title, note=f"emulated: {link}" if measured else f"{link}")
+    note = f"emulated: {link}" if measured and not default_place().is_cluster else f"{link}"
+    picture = f"all_reduces of {', '.join(names)}"
+    return _on_ranks(picture, sizes, curves, title, note=note)
 
 
 def _two_levels(link: AnyLink) -> tuple[Cost, ListsMessages]:
@@ -152,7 +157,7 @@ def ring_on_this_machine(
         for name, times_s in measured.items()
     }
     names = {"formula": "prediction, from the fastest exchanges"}
-    return _by_size(sizes, curves, title, names=names), title
+    return _on_ranks("ring_on_this_machine", sizes, curves, title, names=names), title
 
 
 def explore_all_reduces() -> Explore:

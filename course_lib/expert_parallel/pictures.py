@@ -18,6 +18,7 @@ from course_lib.core.units import GIB, KIB
 from course_lib.cost.published import rows
 from course_lib.display.colours import QUIET, WHITE, rank_colour
 from course_lib.display.compare import Voices, compare
+from course_lib.display.on_ranks import measured_over
 from course_lib.display.page import SMALL_PT, TEXT_PT, Margins, page
 from course_lib.display.timeline import timelines
 from course_lib.expert_parallel.cost import (
@@ -134,7 +135,7 @@ def layer_on_the_clock(
     ends_ms = {name: 1e3 * max(event.end_s for event in own) for name, own in runs.items()}
     title = "A layer of experts, forward and backward: "
     title += ", ".join(f"{name} {end:.0f} ms" for name, end in ends_ms.items())
-    return timelines(runs, title, link=link), title
+    return timelines(runs, title, link=measured_over(link)), title
 
 
 def loads_picture(

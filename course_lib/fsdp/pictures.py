@@ -14,6 +14,7 @@ from course_lib.core.units import KIB, MIB
 from course_lib.cost.published import playbook_data_parallel, rows
 from course_lib.display.compare import Voices, compare
 from course_lib.display.memory import memory
+from course_lib.display.on_ranks import measured_over
 from course_lib.display.timeline import timelines
 from course_lib.fsdp.cost import fsdp_ledger, peak_param_bytes
 from course_lib.fsdp.lab import ring_sum_error_percent
@@ -65,7 +66,8 @@ def prefetch_steps(
         }
         steps_s = [measured[name].step_s for name in predicted]
     title = f"Prefetch {_shortens(steps_s)}"
-    return timelines(_of_rank_0(runs), title, link=link), f"{title}: gathers overlap with computing"
+    over = measured_over(link) if measured else link
+    return timelines(_of_rank_0(runs), title, link=over), f"{title}: gathers overlap with computing"
 
 
 def hybrid_steps(
@@ -79,7 +81,8 @@ def hybrid_steps(
         runs |= {f"{name}, measured": one.events for name, one in measured.items()}
         steps_s = [measured[name].step_s for name in predicted]
     title = f"Hybrid sharding {_shortens(steps_s)}"
-    return timelines(_of_rank_0(runs), title, link=link), title
+    over = measured_over(link) if measured else link
+    return timelines(_of_rank_0(runs), title, link=over), title
 
 
 def every_backward_or_the_last(

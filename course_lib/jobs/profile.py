@@ -36,6 +36,8 @@ COMMENTS = {
     "environment": "lines of shell after the modules",
     "scratch": "a large, fast folder: /scratch/$USER",
     "network_interface": "that ranks on different nodes talk over: ib0",
+    "kernel_address": "address or interface of a notebook that nodes can reach",
+    "idle_minutes": "after which a notebook's nodes are given back; 0: never",
 }
 LIMIT_COMMENTS = {
     "max_jobs": "that wait or run at a time",
@@ -75,6 +77,8 @@ class Profile:
     environment        lines of shell, after the modules: activate an environment, set variables
     scratch            a large, fast folder; ~ and $USER are filled in, scripts see it as SCRATCH
     network_interface  for communication between nodes, such as ib0
+    kernel_address     where nodes connect to a notebook: an address, or an interface such as eth0
+    idle_minutes       after which a notebook's nodes are given back when no cell runs
 
     Raises: CourseError for a value that no site has
     """
@@ -94,19 +98,23 @@ class Profile:
     environment: tuple[str, ...] = ()
     scratch: str = ""
     network_interface: str = ""
+    kernel_address: str = ""
+    idle_minutes: int = 10
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         self._need("name", re.fullmatch(WORD, self.name), "one word", "Rename the file.")
         is_known = self.scheduler in SCHEDULERS
         self._need("scheduler", is_known, " or ".join(SCHEDULERS), "Try slurm.")
-        for name in ("partition", "account", "qos", "gpu_type", "network_interface"):
+        words = ("partition", "account", "qos", "gpu_type", "network_interface", "kernel_address")
+        for name in words:
             is_word = re.fullmatch(f"({WORD})?", getattr(self, name))
             self._need(name, is_word, "one word", "Ask your site how it is written.")
         for name, least in (
             ("gpus_per_node", 0),
             ("cpus_per_gpu", 0),
             ("node_memory_gib", 0),
+            ("idle_minutes", 0),
             ("max_nodes", 1),
         ):
             is_right = _is_count(getattr(self, name), least)

@@ -19,6 +19,7 @@ from course_lib.core.records import COMPUTE_KINDS, Event
 from course_lib.display.colours import KIND, QUIET
 from course_lib.display.compare import Voices, compare
 from course_lib.display.lanes import visible
+from course_lib.display.on_ranks import compare_on_ranks, measured_over
 from course_lib.display.page import SMALL_PT, TEXT_PT, Margins, page, plain, time_unit
 from course_lib.display.timeline import draw_events, event_legend, link_note, timeline
 from course_lib.pipeline import schedules
@@ -203,7 +204,8 @@ def gpipe_bubble(
     )
     half = "about half" if measured else "half"
     title = f"{num_stages} stages: twice as many micro-batches, {half} the bubble"
-    figure = compare(
+    figure = compare_on_ranks(
+        "gpipe_bubble",
         numbers,
         voices,
         title,
@@ -226,7 +228,7 @@ def fewer_in_flight(runs: Mapping[str, Iterable[Event]]) -> tuple[Figure, str]:
     title = "1F1B: the same bubble, fewer activations"
     shown = {f"{name}, measured": events for name, events in computed.items()}
     held = [f"{DrawnRun(made).peak_in_flight(0):g} with {name}" for name, made in computed.items()]
-    figure = pipelines(shown, title, link="emulated layers")
+    figure = pipelines(shown, title, link=measured_over("emulated layers"))
     return figure, f"{title}: micro-batches in flight on rank 0: at most {', '.join(held)}"
 
 
@@ -251,7 +253,8 @@ def steps_on_link(
     title = f"1F1B on a slow link: {first}{numbers[0]}, {last}{numbers[-1]}"
     compute_ms = 1e3 * (batch.forward_s + batch.backward_s)
     layers = "emulated layers, " if measured else ""
-    figure = compare(
+    figure = compare_on_ranks(
+        "steps_on_link",
         numbers,
         curves,
         title,

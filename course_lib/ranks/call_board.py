@@ -28,7 +28,8 @@ NUM_CHOICES = 8  # slots in which one call may be
 SLOT = struct.Struct("<Q II ddd QQ hBB I 80s 40s 160s Q")
 NUMBER = struct.Struct("<Q")  # the first field of a slot
 DROP_AT, FLAGS_AT = struct.calcsize("<Q II dd"), struct.calcsize("<Q II ddd QQ hB")
-NUMBER_AND_FLAGS = struct.Struct(f"<Q{FLAGS_AT - 8}xB{SLOT.size - FLAGS_AT - 1}x")  # of a slot
+POST_S_AT = struct.calcsize("<Q II")
+GIST = struct.Struct(f"<Q8xd{FLAGS_AT - 24}xB{SLOT.size - FLAGS_AT - 1}x")  # number, time, flags
 SIGNATURE_AT, SIGNATURE_BYTES = struct.calcsize("<Q II ddd QQ hBB I"), 80
 STATE = struct.Struct("<Q II d I 160s 40s II")
 POST_KINDS = (*KINDS, "new_group")
@@ -187,6 +188,17 @@ class CallBoard:
     def _write(self, rank: int, offset: int, layout: str, *values: object) -> None:
         struct.pack_into(layout, self._map, rank * RANK_BYTES + offset, *values)
 
+    # -- carried between nodes --------------------------------------------------------------
+
+    def read_row(self, rank: int) -> bytes:
+        """Return all bytes of a rank's part."""
+        return self._map[rank * RANK_BYTES : (rank + 1) * RANK_BYTES]
+
+    def write_pieces(self, pieces: Iterable[tuple[int, bytes]]) -> None:
+        """Write (position, bytes) that were read from the call board of another node."""
+        for at, data in pieces:
+            self._map[at : at + len(data)] = data
+
     # -- read by everyone -------------------------------------------------------------------
 
     def state(self, rank: int) -> RankState:
@@ -224,11 +236,15 @@ class CallBoard:
             return None
         return arrive_s or post_s
 
-    def history(self, rank: int, having: Flag = NO_FLAGS) -> list[Post]:
+    def history(self, rank: int, having: Flag = NO_FLAGS, since_s: float = 0.0) -> list[Post]:
         """Return a rank's calls that are still on the call board and have these flags, in order."""
         start, end = rank * RANK_BYTES + 512, rank * RANK_BYTES + SPLITS_AT
-        slots = enumerate(NUMBER_AND_FLAGS.iter_unpack(self._map[start:end]))
-        wanted = (i for i, (number, flags) in slots if number and flags & having == having)
+        slots = enumerate(GIST.iter_unpack(self._map[start:end]))
+        wanted = (
+            i
+            for i, (number, post_s, flags) in slots
+            if number and post_s >= since_s and flags & having == having
+        )
         found = (self._read(start + i * SLOT.size) for i in wanted)
         return sorted((post for post in found if post), key=lambda post: post.number)
 

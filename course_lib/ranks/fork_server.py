@@ -95,9 +95,9 @@ def warm_up() -> None:
             start_method()
 
 
-def end_orphans() -> None:
-    """Kill what ranks that died by themselves had started: the server has adopted it."""
-    server = _pid()
+def end_orphans(adopter: int | None = None) -> None:
+    """Kill what ranks that died by themselves had started: their server has adopted it."""
+    server = adopter or _pid()
     if server is not None:
         end_orphans_of(server, lambda: {rank.pid for rank in multiprocessing.active_children()})
 

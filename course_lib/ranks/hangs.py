@@ -186,7 +186,7 @@ def find_swap(call_board: CallBoard, ranks: Iterable[int], since_s: float = 0.0)
 
 
 def _collectives(call_board: CallBoard, rank: int, since_s: float) -> dict[tuple[int, int], Post]:
-    history = (post for post in call_board.history(rank) if post.post_s >= since_s)
+    history = call_board.history(rank, since_s=since_s)
     return {(p.channel, p.seq): p for p in history if p.kind not in ("send", "recv")}
 
 
@@ -203,12 +203,15 @@ class HangWatch:
         self._seen: tuple[int, ...] = ()
         self.waits: list[Wait] = []
 
-    def is_certain(self, unfinished: Iterable[int]) -> bool:
-        """Look at the call board again; return True once a hang has lasted for 0.7 s."""
+    def is_certain(self, unfinished: Iterable[int], is_current: bool = True) -> bool:
+        """Look at the call board again; return True once a hang has lasted for 0.7 s.
+
+        A call board that is not current may lack the call that releases a rank.
+        """
         unfinished, now_s = list(unfinished), time.perf_counter()
         seen = (*unfinished, *(self._call_board.state(rank).num_posts for rank in unfinished))
         waits = find_hang(self._call_board, unfinished)
-        if waits is None:
+        if waits is None or not is_current:
             self._since_s = None
         elif self._since_s is None or seen != self._seen:
             self._since_s = now_s

@@ -1,18 +1,12 @@
 """One job on the ranks, watched from the notebook until all have answered or none can proceed."""
 
-import signal
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import cloudpickle
-import psutil
 
-from course_lib.ranks.call_board import CallBoard, Flag
+from course_lib.ranks.call_board import CallBoard, Flag, Post
 from course_lib.ranks.hangs import (
     HangWatch,
     find_dropped,
@@ -23,13 +17,14 @@ from course_lib.ranks.hangs import (
     find_wait,
 )
 from course_lib.ranks.output import MAX_OUTPUT_BYTES, Output
-from course_lib.ranks.process_tree import end_trees
+from course_lib.ranks.place import STOPPED, Member, Place
 from course_lib.ranks.progress import ProgressLine
 from course_lib.ranks.rank_process import RankFailure
 from course_lib.ranks.report import (
     RankError,
     Report,
     dropped_words,
+    find_disagreement,
     find_mismatch,
     orphan_words,
     told_once,
@@ -37,43 +32,14 @@ from course_lib.ranks.report import (
 
 TICK_S = 0.1
 GRACE_S = 2.0  # for which the other ranks may continue when one has failed
-STOPPED = (
-    "died: its process is stopped by a signal (SIGSTOP), and nothing continues it. "
-    "Try time.sleep() for a rank that is to be late"
-)
-REPLACED = (
-    "died: its process runs another program now (os.exec...), so it is no rank any more. "
-    "Try subprocess.run()"
-)
-
-
-@dataclass(frozen=True)
-class Member:
-    """The notebook's handles of one rank: its process, the pipe of jobs, and the lifeline pipe."""
-
-    rank: int
-    process: BaseProcess
-    jobs: connection.Connection
-    lifeline: connection.Connection
-
-    def is_stopped(self) -> bool:
-        """Return whether a signal such as SIGSTOP has halted the rank."""
-        with suppress(psutil.Error):
-            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
-        return False
-
-
-def kill_all(members: Sequence[Member]) -> None:
-    """Kill the ranks and every process they started."""
-    alive = [member.process.pid for member in members if member.process.is_alive()]
-    end_trees([pid for pid in alive if pid is not None])
 
 
 class RankJob:
     """Runner of one job: sends it, shows output, detects failures; `lost`: restart the ranks."""
 
-    def __init__(self, call_board: CallBoard, members: list[Member], outputs: list[Output]) -> None:
-        self.call_board, self.members, self.outputs = call_board, members, outputs
+    def __init__(self, call_board: CallBoard, place: Place, outputs: list[Output]) -> None:
+        self.call_board, self.place, self.outputs = call_board, place, outputs
+        self.members = place.members
         self.lost = False
         self._progress = ProgressLine()
         self._results: dict[int, bytes] = {}
@@ -88,8 +54,7 @@ class RankJob:
         Raises: RankError with a report if a rank raises, dies, hangs or is stopped
         """
         try:
-            for member in self.members:
-                member.jobs.send((kind, blob))
+            self.place.send((kind, blob))
             self._watch()
         except KeyboardInterrupt:
             self._give_up("", stopped=True)  # Stop, or a time limit: it looks the same
@@ -99,8 +64,8 @@ class RankJob:
         finally:
             self._progress.clear()
         self._show_rest()
-        if self._failures:
-            self.lost = self._is_spoilt()
+        if self._failures or self._mismatch():
+            self.lost = self._is_spoilt() or not self._failures
             raise RankError(self._report(""))
         self._warn()
         return [cloudpickle.loads(self._results[member.rank]) for member in self.members]
@@ -120,25 +85,46 @@ class RankJob:
             if self._failures and failed_since_s is None:
                 failed_since_s = time.perf_counter()
             out_of_grace = failed_since_s and time.perf_counter() - failed_since_s > GRACE_S
-            if self._unfinished and (self._hang.is_certain(self._unfinished) or out_of_grace):
+            hangs = self._hang.is_certain(self._unfinished, self.place.is_current())
+            if self._unfinished and (hangs or out_of_grace or self._waits_differ()):
                 self._give_up("")
+
+    def _waits_differ(self) -> bool:
+        """Return whether ranks that have not seen each other's calls in time wait in different ones."""
+        if self.place.sees_at_once:
+            return False
+        board, states = self.call_board, map(self.call_board.state, self._unfinished)
+        keys = {key for state in states if (key := state.blocked or state.oldest)}
+        found = ((rank, board.find(rank, *key)) for key in keys for rank in range(board.world_size))
+        return bool(find_disagreement((rank, post) for rank, post in found if post))
+
+    def _mismatch(self) -> list[tuple[int, Post]]:
+        """Return (rank, call) of calls that do not match."""
+        if any(failure.name == "MismatchError" for failure in self._failures.values()):
+            return find_mismatch(self.call_board, len(self.members))
+        if self.place.sees_at_once:
+            return []
+        history = self.call_board.history
+        ranks = range(self.call_board.world_size)
+        return find_disagreement(
+            (rank, post) for rank in ranks for post in history(rank, since_s=self._start_s)
+        )
 
     def _collect(self, timeout_s: float) -> None:
         unfinished = [self.members[rank] for rank in self._unfinished]
-        pipes: list[Any] = [member.jobs for member in unfinished]
-        ends = [member.process.sentinel for member in unfinished]  # a child may hold the pipe open
-        ready = connection.wait([*pipes, *ends], timeout_s)
+        signals = [signal for member in unfinished for signal in member.signals]
+        ready = connection.wait(signals, timeout_s)
         for member in unfinished:
             if member.jobs in ready or member.jobs.poll():
                 self._take_answer(member)
-            elif member.process.sentinel in ready:
-                self._failures[member.rank] = _death(member.process)
+            elif any(signal in ready for signal in member.signals):
+                self._failures[member.rank] = member.death()
 
     def _take_answer(self, member: Member) -> None:
         try:
             what, value = member.jobs.recv()
         except (EOFError, ConnectionResetError):
-            self._failures[member.rank] = _death(member.process)
+            self._failures[member.rank] = member.death()
             return
         if what == "progress":
             self._progress.tell(value)
@@ -167,7 +153,7 @@ class RankJob:
 
     def _give_up(self, note: str, *, stopped: bool = False) -> None:
         self.lost = True
-        kill_all(self.members)  # first: a rank in a loop prints gigabytes while others are shown
+        self.place.kill()  # first: a rank in a loop prints gigabytes while others are shown
         report = self._report(note, stopped=stopped)
         self._show_rest()
         raise RankError(report) from None
@@ -183,16 +169,15 @@ class RankJob:
         ]
         found = sorted((wait for wait in waits if wait), key=lambda wait: wait.rank)
         waiting = {wait.rank for wait in found}
-        mismatched = any(f.name == "MismatchError" for f in self._failures.values())
         return Report(
             failures=self._failures,
             waits=found,
             computing={r: self.call_board.state(r).line for r in unfinished if r not in waiting},
             returned=sorted(self._results),
-            mismatch=find_mismatch(self.call_board, len(self.members)) if mismatched else (),
+            mismatch=self._mismatch(),
             dropped=find_dropped(self.call_board, found),
             note=note,
-            restarted=self.lost,
+            after=self.place.after_loss() if self.lost else "",
             stopped=stopped,
         )
 
@@ -205,8 +190,8 @@ class RankJob:
         names = {failure.name for failure in self._failures.values()}
         if names & {"RankDied", "ConnectionLostError", "MismatchError"}:
             return True
-        history = [post for m in self.members for post in self.call_board.history(m.rank)]
-        calls = [post for post in history if post.post_s >= self._start_s]
+        history, ranks = self.call_board.history, range(self.call_board.world_size)
+        calls = [post for rank in ranks for post in history(rank, since_s=self._start_s)]
         return any(
             Flag.DONE not in post.flags
             or len(list(self.call_board.matching(post))) < len(post.members)
@@ -225,16 +210,4 @@ class RankJob:
             print(said)
         if orphans or any(post.kind == "send" for _, post in unkept):
             self.lost = True
-            print("The ranks were restarted; what they held is gone.")
-
-
-def _death(process: BaseProcess) -> RankFailure:
-    process.join(2)
-    code = process.exitcode
-    if code is None:
-        return RankFailure("RankDied", REPLACED)
-    if code >= 0:
-        return RankFailure("RankDied", f"died: its process ended with exit code {code}")
-    name = signal.Signals(-code).name
-    because = " (by hand, or because memory ran out)" if name == "SIGKILL" else " (a crash in C++)"
-    return RankFailure("RankDied", f"died: its process was killed by {name}{because}")
+            print(self.place.after_loss())

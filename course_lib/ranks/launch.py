@@ -66,7 +66,7 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
             dist.barrier()
         except MismatchError:
             calls = find_mismatch(call_board, world_size)
-            report = str(Report(mismatch=calls, restarted=False))
+            report = str(Report(mismatch=calls))
             early = [
                 r for r, post in calls if post.kind == "barrier" and "launch(" in post.line.text
             ]
@@ -156,6 +156,6 @@ def _watch(call_board: CallBoard) -> None:
     everyone, hang = range(call_board.world_size), HangWatch(call_board)
     while not hang.is_certain(everyone):
         time.sleep(TICK_S)
-    report = Report(waits=hang.waits, dropped=find_dropped(call_board, hang.waits), restarted=False)
+    report = Report(waits=hang.waits, dropped=find_dropped(call_board, hang.waits))
     print(report, file=sys.stderr, flush=True)
     os._exit(1)

@@ -110,7 +110,7 @@ def try_link(device: str, world_size: int) -> None:
     """
     from course_lib.ranks.pool import Ranks
 
-    with Ranks(world_size) as ranks:
+    with Ranks(world_size, cluster="laptop") as ranks:
         found = ranks.run(_summed, device)
     total = sum(10.0**rank for rank in range(world_size))
     backend, small_s, large_s, _ = found[0]

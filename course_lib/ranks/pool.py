@@ -12,19 +12,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from importlib import import_module
 from numbers import Integral
 from typing import Any
 
 import cloudpickle
 
+from course_lib.core.default_place import resolve
 from course_lib.core.errors import CourseError, MachineError, MeshError
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import Event
 from course_lib.ranks.call_board import MAX_RANKS, CallBoard
-from course_lib.ranks.fork_server import end_orphans, start_method, without_main_script
-from course_lib.ranks.job import Member, RankJob, kill_all
+from course_lib.ranks.job import RankJob
 from course_lib.ranks.output import Output
-from course_lib.ranks.rank_process import WorkerConfig, live
+from course_lib.ranks.place import LocalPlace, Place
+from course_lib.ranks.rank_process import WorkerConfig
 from course_lib.ranks.scratch import ScratchFolder, make_folder
 
 START_TIMEOUT_S = 60.0
@@ -34,22 +36,37 @@ class Ranks:
     """A world of `world_size` ranks, started at once and restarted after a failure.
 
     `link` emulates a link between them (`Link` or `TwoLevelLink`); without one they communicate as
-    fast as this machine can. Calls from several threads take turns: each waits for the others.
+    fast as this machine can. They start on this machine, or where COURSE_RANKS says; here in any
+    case with cluster="laptop". Calls from several threads take turns: each waits for the others.
 
-    Raises: MeshError for a world size that is no whole number from 1 to 64; MachineError where the
-            temporary folder has no room
+    With `cluster` they live on `nodes` nodes: of an allocation ("slurm"), or on `hosts` that are
+    reached by ssh ("ssh"). `wanted` are then `minutes`, `profile` and `hosts`, as
+    `course_lib.cluster_ranks.place_of` takes them.
+
+    Raises: MeshError for a world size that is no whole number from 1 to 64, or does not fit the
+            nodes; MachineError where the temporary folder has no room, or the nodes do not start
     """
 
-    def __init__(self, world_size: int = 4, *, link: Link | TwoLevelLink | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int = 4,
+        *,
+        link: Link | TwoLevelLink | None = None,
+        cluster: str | None = None,
+        nodes: int = 1,
+        **wanted: Any,
+    ) -> None:
         whole = isinstance(world_size, Integral) and not isinstance(world_size, bool)
         if not whole or not 1 <= world_size <= MAX_RANKS:
             raise MeshError(
                 f"Ranks: need a whole number of ranks from 1 to {MAX_RANKS}; got {world_size!r}. "
                 "Try Ranks(4)."
             )
+        link, where = resolve(int(world_size), link, cluster)
         self.world_size, self.link = int(world_size), link
-        self._turn = threading.RLock()
-        self._members: list[Member] = []
+        self._where = f", cluster={where!r}, nodes={nodes}" if isinstance(where, str) else ""
+        self._place = _place_for(self.world_size, link, where, nodes, wanted)
+        self._turn = getattr(self._place, "turn", None) or threading.RLock()
         self._outputs: list[Output] = []
         self._open()
 
@@ -85,9 +102,8 @@ class Ranks:
         with self._turn:
             if not self._ready or not self._all_alive():
                 return []
-            for member in self._members:
-                member.jobs.send(("events", b""))
-            events = [event for member in self._members for event in member.jobs.recv()[1]]
+            self._place.send(("events", b""))
+            events = [event for member in self._place.members for event in member.jobs.recv()[1]]
         zero_s = min((event.start_s for event in events), default=0.0)
         return [event.since(zero_s) for event in sorted(events, key=lambda e: e.start_s)]
 
@@ -107,7 +123,7 @@ class Ranks:
         with self._turn:
             if not self._end.alive:
                 return self._open()
-            _stop(self._members)
+            self._place.stop()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._start()
 
@@ -125,7 +141,7 @@ class Ranks:
 
     def __repr__(self) -> str:
         over = f", link={self.link}" if self.link else ""
-        return f"Ranks({self.world_size}{over})"
+        return f"Ranks({self.world_size}{over}{self._where})"
 
     def __reduce__(self) -> Any:
         raise TypeError("Ranks live in the notebook and cannot be sent to a rank")
@@ -136,7 +152,7 @@ class Ranks:
         """Make a folder for files; it and the ranks end with this object, or with the kernel."""
         scratch = make_folder()
         self._home = scratch.path
-        self._end = weakref.finalize(self, _end_everything, self._members, scratch)
+        self._end = weakref.finalize(self, _end_everything, self._place, scratch)
         self._start()
 
     def _start(self) -> None:
@@ -150,13 +166,11 @@ class Ranks:
     def _start_ranks(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="world-", dir=self._home)
         self._call_board = CallBoard(os.path.join(self._folder, "board"), self.world_size)
-        context = start_method()
-        with without_main_script():
-            for rank in range(self.world_size):
-                output = self._output_file(rank)
-                open(output, "a").close()
-                config = WorkerConfig(rank, self.world_size, self._folder, output, self.link)
-                self._members.append(_start_rank(context, config))
+        configs = [
+            WorkerConfig(rank, self.world_size, self._folder, self._output_file(rank), self.link)
+            for rank in range(self.world_size)
+        ]
+        self._place.start(configs, self._call_board)
 
     def _wait_until_ready(self) -> None:
         if not self._all_alive():
@@ -165,10 +179,11 @@ class Ranks:
             return
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
-            for member in self._members:
+            for member in self._place.members:
                 if not member.jobs.poll(max(0.0, deadline - time.monotonic())):
                     raise EOFError
-                member.jobs.recv()
+                _, backend = member.jobs.recv()
+                getattr(self._place, "backends", set()).add(backend)
         except EOFError:
             raise MachineError(_did_not_start(self._output_file(member.rank))) from None
         except KeyboardInterrupt:
@@ -177,7 +192,8 @@ class Ranks:
         self._ready = True
 
     def _all_alive(self) -> bool:
-        return bool(self._members) and all(m.process.is_alive() for m in self._members)
+        members = self._place.members
+        return bool(members) and all(member.is_alive() for member in members)
 
     def _output_file(self, rank: int) -> str:
         return os.path.join(self._home, f"output{rank}")
@@ -188,45 +204,44 @@ class Ranks:
         with self._turn:
             self._wait_until_ready()
             self._outputs = [Output(self._output_file(r), r) for r in range(self.world_size)]
-            job = RankJob(self._call_board, self._members, self._outputs)
+            self._place.before_job()
+            job = RankJob(self._call_board, self._place, self._outputs)
             try:
                 return job.run(kind, blob)
             finally:
-                if job.lost:
+                if job.lost and not self._place.over:  # else the next job asks for it again
                     self.restart()
 
 
-def _stop(members: list[Member]) -> None:
-    kill_all(members)
-    for member in members:
-        member.process.join(5)
-        member.jobs.close()
-        member.lifeline.close()
-    members.clear()
-    end_orphans()
-
-
-def _end_everything(members: list[Member], scratch: ScratchFolder) -> None:
-    _stop(members)
+def _end_everything(place: Place, scratch: ScratchFolder) -> None:
+    place.end()
     scratch.remove()
 
 
-def _start_rank(context: Any, config: WorkerConfig) -> Member:
-    jobs, jobs_there = context.Pipe()
-    lifeline_there, lifeline = context.Pipe(duplex=False)
-    process = context.Process(
-        target=live, args=(config, jobs_there, lifeline_there), name=f"rank {config.rank}"
-    )
-    try:
-        process.start()
-    except (EOFError, OSError) as error:
-        raise MachineError(
-            f"Ranks: need a new process for rank {config.rank}; got: {error}. Try again, or "
-            "`course doctor`, which shows what this machine has."
-        ) from error
-    jobs_there.close()
-    lifeline_there.close()
-    return Member(config.rank, process, jobs, lifeline)
+def _place_for(
+    world_size: int,
+    link: Link | TwoLevelLink | None,
+    where: Any,
+    nodes: int,
+    wanted: dict[str, Any],
+) -> Place:
+    if isinstance(where, str):
+        if link:
+            raise CourseError(
+                "Ranks: need real links on a cluster; got an emulated one too. Leave out link=."
+            )
+        cluster_ranks = import_module("course_lib.cluster_ranks")  # stands above: it asks Slurm
+        place: Place = cluster_ranks.place_of(where, world_size, nodes=nodes, **wanted)
+        return place
+    if wanted or nodes != 1:
+        raise CourseError(
+            f"Ranks: need cluster=... with {', '.join(wanted) or 'nodes'}; got none. "
+            'Try cluster="slurm".'
+        )
+    if where is None:
+        return LocalPlace()
+    in_turn: Place = where.place_for_pool()
+    return in_turn
 
 
 def _did_not_start(output_file: str) -> str:

@@ -30,7 +30,7 @@ from course_lib.ranks.recorder import record, span
 from course_lib.ranks.scratch import no_room
 from course_lib.ranks.source_lines import Line, line_of, lines_of, owner
 from course_lib.ranks.tracer import CallTracer
-from course_lib.ranks.world import join_world, rank_device
+from course_lib.ranks.world import backend_name, join_world, rank_device
 
 HEARTBEAT_S = 0.2
 LITTLE = 0.1  # of a heartbeat: who moves for less than that sleeps
@@ -38,13 +38,24 @@ LITTLE = 0.1  # of a heartbeat: who moves for less than that sleeps
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Arguments of a rank's process: rank, world size, the world's folder, output file, link."""
+    """Arguments of a rank's process: rank, world size, the world's folder, output file, link.
+
+    local_rank, local_world_size  its number among those of its node; -1 and 0 on one machine
+    store                         where the ranks meet; empty: in the world's folder
+    interface                     that gloo talks over
+    ahead_s                       by how much the notebook's clock is ahead of this node's
+    """
 
     rank: int
     world_size: int
     folder: str
     output_file: str
-    link: Link | TwoLevelLink | None
+    link: Link | TwoLevelLink | None = None
+    local_rank: int = -1
+    local_world_size: int = 0
+    store: str = ""
+    interface: str = "lo"
+    ahead_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,13 +76,14 @@ def live(config: WorkerConfig, jobs: Connection, kernel_alive: Connection) -> No
     die_with(kernel_alive)
     call_board = CallBoard(os.path.join(config.folder, "board"), config.world_size)
     tracer = CallTracer(config.rank, call_board, config.link)
-    store = "file://" + os.path.join(config.folder, "store")
+    tracer.recorder.ahead_s = config.ahead_s
+    store = config.store or "file://" + os.path.join(config.folder, "store")
     join_world(tracer, store, config.rank, config.world_size)
     Heartbeat(tracer).start()
     if config.rank == 0:
         tracer.recorder.tell = lambda text: jobs.send(("progress", text))
     worker = Worker(config, tracer)
-    jobs.send(("ready", None))
+    jobs.send(("ready", backend_name()))
     while True:
         try:
             kind, blob = jobs.recv()
@@ -92,15 +104,16 @@ def _set_up_process(config: WorkerConfig) -> None:
         os.fdopen(1, "wb", closefd=False), "utf-8", errors="replace", line_buffering=True
     )
     faulthandler.enable(sys.stderr)
+    alone = config.local_rank < 0
     os.environ.update(
         RANK=str(config.rank),
-        LOCAL_RANK=str(config.rank),
+        LOCAL_RANK=str(config.rank if alone else config.local_rank),
         WORLD_SIZE=str(config.world_size),
-        LOCAL_WORLD_SIZE=str(config.world_size),
+        LOCAL_WORLD_SIZE=str(config.world_size if alone else config.local_world_size),
         OMP_NUM_THREADS="1",
     )
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name may not resolve
+    if sys.platform == "linux" and config.interface:  # a laptop's own name may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", config.interface)
     torch.set_num_threads(1)
 
 
@@ -158,7 +171,7 @@ class Worker:
         self._names: dict[str, Any] = {
             "__name__": "__ranks__",
             "rank": config.rank,
-            "local_rank": config.rank,
+            "local_rank": int(os.environ["LOCAL_RANK"]),
             "world_size": config.world_size,
             "device": rank_device(),
             "torch": torch,

@@ -21,10 +21,13 @@ MAX_EVENTS = 200_000
 
 
 class Recorder:
-    """Events of one rank; times are `time.perf_counter()`, one clock for a whole machine."""
+    """Events of one rank; times are `time.perf_counter()`, one clock for a whole machine.
+
+    ahead_s   by how much the clock of the notebook's machine is ahead; events are on that clock
+    """
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.ahead_s = rank, 0.0
         self.tell: Callable[[str], object] = lambda text: None  # shows it below the cell
         self.events: list[Event] = []
 
@@ -44,8 +47,8 @@ class Recorder:
             event = Event(
                 rank=self.rank,
                 kind=kind,
-                start_s=start_s,
-                end_s=max(start_s, end_s),
+                start_s=start_s + self.ahead_s,
+                end_s=max(start_s, end_s) + self.ahead_s,
                 num_bytes=num_bytes,
                 label=label,
                 peer=peer,

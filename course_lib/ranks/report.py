@@ -45,7 +45,7 @@ class Report:
     mismatch: Sequence[tuple[int, Post]] = ()
     dropped: Sequence[tuple[int, Post]] = ()
     note: str = ""
-    restarted: bool = True
+    after: str = ""
     stopped: bool = False
 
     @property
@@ -69,7 +69,7 @@ class Report:
             *told_once(dropped_words, self.dropped),
             *(f"rank {r} was computing\n    {line}" for r, line in sorted(self.computing.items())),
             f"{in_words(self.returned)} had returned" if self.returned else "",
-            "The ranks were restarted; what they held is gone." if self.restarted else "",
+            self.after,
         ]
         return "\n".join(part for part in parts if part)
 
@@ -114,6 +114,17 @@ def find_mismatch(call_board: CallBoard, world_size: int) -> list[tuple[int, Pos
         for post in reversed(call_board.history(rank)):
             if Flag.REFUSED in post.flags:
                 return sorted(call_board.matching(post), key=lambda pair: pair[0])
+    return []
+
+
+def find_disagreement(calls: Iterable[tuple[int, Post]]) -> list[tuple[int, Post]]:
+    """Return (rank, call) of one call that the ranks made differently; [] where there is none."""
+    by_call: dict[tuple[int, int], dict[int, Post]] = {}
+    for rank, post in calls:
+        by_call.setdefault((post.channel, post.seq), {})[rank] = post
+    for made in by_call.values():
+        if len({post.signature for post in made.values()}) > 1 or unfit_split(made.items()):
+            return sorted(made.items())
     return []
 
 

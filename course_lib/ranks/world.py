@@ -56,6 +56,12 @@ def _gpu_backend(gloo: Any, store: Any, rank: int, size: int) -> tuple[Any, Any]
     )
 
 
+def backend_name() -> str:
+    """Return what the tensors of this rank's device travel over: `NCCL` or `gloo`."""
+    has_own = torch.cuda.is_available() and dist.is_nccl_available() and one_gpu_each()
+    return "NCCL" if has_own else "gloo"
+
+
 def one_gpu_each() -> bool:
     """Return whether every rank of this node has its own GPU."""
     num_ranks, num_seen = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()

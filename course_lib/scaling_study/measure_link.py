@@ -35,7 +35,7 @@ def on_ranks(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     Raises: RankError; KeyboardInterrupt on Ctrl-C, when the ranks have ended
     """
     try:
-        with Ranks(ranks) as world:
+        with Ranks(ranks, cluster="laptop") as world:
             return world.run(fn, *args)
     except RankError as problem:
         if problem.kind == "stopped":

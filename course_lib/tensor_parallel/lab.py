@@ -4,6 +4,7 @@
 the same stack of split MLPs in turns, plain and with `overlap=True`. Notebook 07_tensor_parallel.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,7 +100,7 @@ def measure_overlap(ranks: Ranks, stack: MLPStack | None = None, turns: int = 5)
     """Time a step with and without overlap; predict the difference from W and the link.
 
     W, the seconds of a weight gradient, is measured in the overlapped runs; the seconds of an
-    all_reduce are those of the emulated link.
+    all_reduce are those of the emulated link. Without one there is no prediction: nan.
     """
     stack = stack or MLPStack()
     by_rank = ranks.run(_steps, stack, turns)
@@ -107,9 +108,10 @@ def measure_overlap(ranks: Ranks, stack: MLPStack | None = None, turns: int = 5)
     fastest = {name: _fastest_backward([found[name] for found in by_rank]) for name in names}
     spans = [event for event in fastest["overlapped"] if event.kind == "backward_weight"]
     weight_s = median(event.duration_s for event in spans)
-    link, p = ranks.link, ranks.world_size
-    reduce_s = collective_s("all_reduce", stack.input_bytes, p, link) if link else 0.0
-    predicted_s = stack.num_layers * overlap_saves_s(weight_s, reduce_s)
+    predicted_s, link = math.nan, ranks.link
+    if link:
+        reduce_s = collective_s("all_reduce", stack.input_bytes, ranks.world_size, link)
+        predicted_s = stack.num_layers * overlap_saves_s(weight_s, reduce_s)
     return OverlapRuns(fastest, predicted_s)
 
 

@@ -6,6 +6,7 @@ another are partial sums: each rank has a tensor of the full shape. The pictures
 with their alt text. Notebook 07_tensor_parallel.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from course_lib.core.units import KIB
 from course_lib.cost.hardware import H100
 from course_lib.display.colours import KIND, QUIET, WHITE, Ink, rank_colour
 from course_lib.display.compare import Voices, compare
+from course_lib.display.on_ranks import measured_over
 from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page
 from course_lib.display.timeline import timelines
 from course_lib.tensor_parallel.cost import (
@@ -200,8 +202,9 @@ def f_and_g() -> tuple[Figure, str]:
 def overlapped_backward(runs: OverlapRuns, link: Link) -> tuple[Figure, str]:
     """Draw the backward pass of a stack of split MLPs, without and with overlap."""
     saved_ms, predicted_ms = 1e3 * runs.saved_s, 1e3 * runs.predicted_s
-    title = f"Overlap saves {saved_ms:.0f} ms in two MLPs; predicted {predicted_ms:.0f} ms"
-    figure = timelines(runs.timelines(), title, link=link)
+    title = f"Overlap saves {saved_ms:.0f} ms in two MLPs"
+    title += f"; predicted {predicted_ms:.0f} ms" * (not math.isnan(predicted_ms))
+    figure = timelines(runs.timelines(), title, link=measured_over(link))
     return figure, f"{title}; the all-reduce runs beside the weight gradient"
 
 

@@ -41,7 +41,7 @@ def check(key: str, answer: Any, *, limit_s: float = 0) -> None:
 
 def wait_for_ranks() -> None:
     """Return when a first rank has run: what ranks import is then loaded, in nobody's time."""
-    with Ranks(1) as ranks:
+    with Ranks(1, cluster="laptop") as ranks:
         ranks.run(abs)
 
 

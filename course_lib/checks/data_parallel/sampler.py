@@ -106,7 +106,7 @@ class Dealing:
                 yield _deal(answer, n, p, epoch)
         yield _deal(answer, LARGE, 2, 0)
         here = _deal(answer, MANY, 2, 1)
-        with Ranks(2) as ranks:
+        with Ranks(2, cluster="laptop") as ranks:
             each = ranks.run(_on_a_rank, answer, MANY, 1)
         yield replace(here, by_rank=each, of_processes=True)
 
