@@ -127,7 +127,8 @@ def test_a_host_that_is_lost_is_told_and_asked_for_again(two_hosts):
 
     problem = fails(two_hosts, job)
     assert problem.kind == "died"
-    assert "its node" in str(problem) and "are given back" in str(problem)
+    assert "its node" in str(problem)
+    assert "are given back" in str(problem)
 
 
 def test_no_token_is_in_a_command_line(two_hosts, servers):
@@ -163,5 +164,5 @@ def test_another_version_is_told_before_anything_runs(shim, monkeypatch):
     monkeypatch.setattr(
         "course_lib.cluster_ranks.facts._version", lambda package: f"{package}-other"
     )
-    with pytest.raises(MachineError, match="need torch torch-other.*as in this notebook; got"):
+    with pytest.raises(MachineError, match=r"need torch torch-other.*as in this notebook; got"):
         Ranks(2, cluster="ssh", hosts=["localhost"])
