@@ -80,12 +80,15 @@ class ClusterPlace:
 
     def _open(self) -> None:
         self.links.clear()
+        door = None
         try:
             door = self.nodes.open()
             door.shut()
             pairs = [door.nodes[number] for number in range(self.nodes.num_nodes)]
             check_facts(facts for _, facts in pairs)
         except BaseException:
+            if door is not None:
+                door.turn_away()
             self.nodes.release()
             raise
         self.over, self._busy_s = False, time.monotonic()

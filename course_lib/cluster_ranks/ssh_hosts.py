@@ -49,8 +49,9 @@ class SshHosts:
             give_up_s = time.monotonic() + OPEN_S
             while not door.wait(POLL_S):
                 self._check(time.monotonic() > give_up_s)
-        finally:
-            door.shut()
+        except BaseException:
+            door.turn_away()
+            raise
         return door
 
     def _start(self, host: str, number: int, door: Door) -> subprocess.Popen[str]:
