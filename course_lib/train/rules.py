@@ -15,7 +15,6 @@ from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.core.layers import layers
 
 COMPUTE_DTYPES = ("bfloat16",)
-NOT_OVER_TOKENS = ("deepspeed", "accelerate", "lightning", "megatron")
 OVER_EXPERTS = ("single", "naive-dp", "ddp", "fsdp", "zero")  # how their names begin
 WHOLE = ("single", "naive-dp", "ddp", "torch-ddp")  # strategies that copy the model
 ONE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")  # schedules that do not split it
@@ -160,7 +159,7 @@ def _check_context(config: Any) -> None:
     model, cp, tp = config.model, config.cp, config.tp
     if cp == 1:
         return
-    if config.masked or config.strategy.startswith(NOT_OVER_TOKENS):
+    if config.masked or config.uses_framework:
         name = f"--model {model.name}" if config.masked else f"--strategy {config.strategy}"
         attempt = "--model tiny" if config.masked else "--strategy fsdp"
         raise MeshError(
