@@ -290,7 +290,8 @@ class Part {
     };
     input.addEventListener(options.length || typeof start === "boolean" ? "input" : "change", () => {
       write(read());
-      this.set({ [name]: read() });
+      const { hidden, options } = this.about; // another level starts without moves
+      this.set({ ...Object.fromEntries(hidden.map((k) => [k, options[k][1]])), [name]: read() });
     });
     this.inputs[name] = write;
     write(start);
