@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
-START_S = 60
+START_S = 120
 PROMISED = """const [source, arg, done] = arguments;
 Promise.resolve(eval(`(${source})`)(arg)).then((got) => done({ got }), (bad) => done({ bad: `${bad}` }));
 """
@@ -36,9 +36,11 @@ class Firefox:
             assert self.process.poll() is None, "Firefox has ended"
             assert time.monotonic() < until, f"no Firefox after {START_S} s"
             time.sleep(0.05)
-        self.stream = socket.create_connection(("127.0.0.1", int(told.read_text()))).makefile("rwb")
+        with socket.create_connection(("127.0.0.1", int(told.read_text()))) as connection:
+            self.stream = connection.makefile("rwb")  # which keeps it open
         self._read()  # its greeting
-        self.ask("NewSession", capabilities={"alwaysMatch": {"timeouts": {"script": 600_000}}})
+        self.ask("NewSession")
+        self.ask("SetTimeouts", script=600_000, pageLoad=120_000)
         self.ask("SetWindowRect", width=width, height=height)
 
     def ask(self, command: str, **parameters: Any) -> Any:
@@ -73,5 +75,6 @@ class Firefox:
 
     def close(self) -> None:
         """End this Firefox."""
+        self.stream.close()
         self.process.terminate()
         self.process.wait(START_S)

@@ -58,13 +58,17 @@ def chain_rule_states(items_per_step: int) -> list[GraphState]:
 def graph_drawing(way: str, event: int) -> Drawing:
     """Return the value and the gradient of each node; what the event changed stands out."""
     states = chain_rule_states(WAYS[way])
-    state = states[min(event, len(states) - 1)]
+    event = min(event, len(states) - 1)
+    state, before = states[event], states[event - 1] if event else GraphState(words="nothing")
 
     def boxes(name: str) -> list[tuple[str, int]]:
         return [
             (number_text(numbers[name]) if name in numbers else "", color)
-            for numbers, color in ((state.values, 0), (state.grads, 1))
-            for color in [color if name in state.fresh and name in numbers else -1]
+            for numbers, old, color in (
+                (state.values, before.values, 0),
+                (state.grads, before.grads, 1),
+            )
+            for color in [-1 if numbers.get(name) == old.get(name) else color]
         ]
 
     return Drawing(

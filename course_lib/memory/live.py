@@ -23,12 +23,17 @@ def bytes_at_peak(setup: Setup) -> dict[str, int]:
 
 def setup_alt(setup: Setup) -> str:
     """Return the finding in words, ending with the options of the setup."""
+    return f"{setup_finding(setup)} {setup.text()}"
+
+
+def setup_finding(setup: Setup) -> str:
+    """Return in words whether the setup fits, and the largest micro-batch that does."""
     peak, limit = setup.peak_bytes, setup.device.memory_bytes
     verb = "fits in" if peak <= limit else "does not fit in"
     used = f", MFU {setup.mfu():.1%}" if setup.step_time_s else ""
     return (
         f"{format_bytes(peak)} {verb} {format_bytes(limit)}; largest micro-batch that fits: "
-        f"{setup.largest_batch()}{used}. {setup.text()}"
+        f"{setup.largest_batch()}{used}."
     )
 
 
@@ -46,7 +51,11 @@ def bars_of(setups: dict[str, Setup]) -> Bars:
 def setup_drawing(**values: Any) -> Drawing:
     """Return the bar of a setup."""
     setup = Setup(**values)
-    return Drawing(finding=setup_alt(setup), panels=[bars_of({"peak": setup})])
+    return Drawing(
+        finding=setup_finding(setup),
+        panels=[bars_of({"peak": setup})],
+        command=f"course memory {setup.text()}",
+    )
 
 
 CALCULATOR = Live(

@@ -18,6 +18,7 @@ function tag(name, attributes = {}, ...children) {
 const short = (x) => x === 0 ? "0" : Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3
   ? x.toExponential(0).replace("e+", "e") : String(Number(x.toPrecision(3)));
 const wide = (words) => words.length * TEXT * 0.56;
+const halo = { stroke: "#fff", "stroke-width": 4, "paint-order": "stroke" }; // over a line
 const word = (x, y, words, more = {}) => tag("text", { x, y, "font-size": TEXT, ...more }, words);
 
 /* Ticks of an axis: round numbers, or on a logarithmic one the powers of ten or the values. */
@@ -37,7 +38,8 @@ function axis(svg, left, right, y, most, label, ticks) {
   svg.append(tag("line", { x1: left, x2: right, y1: y, y2: y, stroke: "#000" }));
   for (const tick of ticks) {
     svg.append(tag("line", { x1: at(tick), x2: at(tick), y1: y, y2: y + 4, stroke: "#000" }));
-    svg.append(word(at(tick), y + 17, short(tick), { "text-anchor": "middle" }));
+    const x = Math.min(at(tick), right + 12 - wide(short(tick)) / 2); // not cut off at the edge
+    svg.append(word(x, y + 17, short(tick), { "text-anchor": "middle" }));
   }
   svg.append(word((left + right) / 2, y + 35, label, { "text-anchor": "middle" }));
   return at;
@@ -108,7 +110,6 @@ const DRAW = {
         box(svg, at(start), first + ROW * row, at(value) - left, ROW - 3, inkOf(kind), "");
         start += value;
       }
-      svg.append(word(at(start) + 5, first + ROW * row + 17, short(sums[row])));
     });
     if (panel.limit) {
       const x = at(panel.limit[0]), anchor = x > width / 2 ? "end" : "start";
@@ -117,6 +118,8 @@ const DRAW = {
       svg.append(word(x + (anchor === "end" ? -5 : 5), top + 13, panel.limit[1],
         { "text-anchor": anchor }));
     }
+    sums.forEach((sum, row) =>
+      svg.append(word(at(sum) + 5, first + ROW * row + 17, short(sum), halo)));
     return bottom + 42;
   },
   Curves(svg, panel, width) {
@@ -287,7 +290,8 @@ class Part {
     };
     input.addEventListener(options.length || typeof start === "boolean" ? "input" : "change", () => {
       write(read());
-      this.set({ [name]: read() });
+      const { hidden, options } = this.about; // another level starts without moves
+      this.set({ ...Object.fromEntries(hidden.map((k) => [k, options[k][1]])), [name]: read() });
     });
     this.inputs[name] = write;
     write(start);
