@@ -14,10 +14,10 @@ from course_lib.accumulation.worked_graph import (
 from course_lib.core.live import Drawing, Live, Squares
 
 WAYS = {"add up, then step": 2, "step after each": 1}  # items per step
-Numbers = dict[str, float]
+NumberOf = dict[str, float]
 
 
-def forward(params: Numbers, item: Item) -> Numbers:
+def forward(params: NumberOf, item: Item) -> NumberOf:
     """Return the value of each node."""
     values = params | vars(item)
     values["x1 * w1"] = values["x1"] * values["w1"]
@@ -28,7 +28,7 @@ def forward(params: Numbers, item: Item) -> Numbers:
     return values
 
 
-def backward(values: Numbers) -> Numbers:
+def backward(values: NumberOf) -> NumberOf:
     """Return the gradient of the loss by node; inputs and the target have none."""
     slope = 2 * values["error"]
     grads = {"loss": 1.0} | dict.fromkeys(("error", "y_pred", "x1 * w1", "x2 * w2", "b"), slope)
@@ -37,7 +37,7 @@ def backward(values: Numbers) -> Numbers:
 
 def chain_rule_states(items_per_step: int) -> list[GraphState]:
     """Return the states that `graph_states` gets from autograd."""
-    params, grads = dict(zip(PARAMS, START, strict=True)), Numbers()
+    params, grads = dict(zip(PARAMS, START, strict=True)), NumberOf()
     seen = [GraphState(words="start", values=params, fresh=PARAMS)]
     for number, item in enumerate(ITEMS, 1):
         values, words = forward(params, item), f"item {number}: forward"
@@ -50,7 +50,7 @@ def chain_rule_states(items_per_step: int) -> list[GraphState]:
         grads = {name: new[name] for name in PARAMS}
         if number % items_per_step == 0:
             params = {name: params[name] - LR * grads[name] for name in PARAMS}
-            grads, words = Numbers(), f"the optimizer steps after item {number}"
+            grads, words = NumberOf(), f"the optimizer steps after item {number}"
             seen.append(GraphState(words=words, values=params, fresh=PARAMS))
     return seen
 

@@ -27,14 +27,14 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlaceInFile:
     """The place of a box: the rank that writes it, and the tensor of its file."""
 
     rank: int
     key: int
 
 
-WritePlan = dict[tuple[str, ...], tuple[str, Shape, dict[Box, Place]]]
+WritePlan = dict[tuple[str, ...], tuple[str, Shape, dict[Box, PlaceInFile]]]
 
 
 def offer_of(local: LocalState) -> Offer:
@@ -84,7 +84,7 @@ def plan(offers: list[Offer]) -> WritePlan:
         places = {}
         for box, ranks in boxes_of.items():
             rank = min(ranks, key=lambda rank: (load[rank], rank))
-            places[box] = Place(rank, counts[rank])
+            places[box] = PlaceInFile(rank, counts[rank])
             load[rank] += box.numel * DTYPES[dtype].itemsize
             counts[rank] += 1
         found[names] = (dtype, shape, places)

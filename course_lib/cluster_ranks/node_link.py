@@ -21,7 +21,7 @@ NUM_PINGS = 10
 FATE_S = 3.0  # in which what became of the node is found out
 
 
-class Jobs(Inbox):
+class JobPipe(Inbox):
     """The pipe of jobs of a rank on another node."""
 
     def __init__(self, node: "NodeLink", rank: int) -> None:
@@ -48,7 +48,7 @@ class RemoteMember:
 
     def __init__(self, node: "NodeLink", rank: int) -> None:
         self.rank, self.node = rank, node
-        self.jobs = Jobs(node, rank)
+        self.jobs = JobPipe(node, rank)
         self._failure: RankFailure | None = None
 
     @property

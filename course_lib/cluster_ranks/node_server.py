@@ -32,7 +32,7 @@ from course_lib.cluster_ranks.inbox import Inbox
 from course_lib.core.units import format_bytes
 
 if TYPE_CHECKING:  # imported once the channel is there: PyTorch takes a second or two
-    from course_lib.cluster_ranks.rows import Rows
+    from course_lib.cluster_ranks.rows import BoardRows
     from course_lib.ranks.call_board import CallBoard
     from course_lib.ranks.place import LocalMember
     from course_lib.ranks.rank_process import WorkerConfig
@@ -62,7 +62,7 @@ class NodeServer:
         self.busy: set[int] = set()
         self.outputs: dict[int, RankOutput] = {}
         self.call_board: CallBoard | None = None
-        self.rows: Rows | None = None
+        self.rows: BoardRows | None = None
         self._stopped: list[int] = []
         self._looked_s = 0.0
         self._leaving = threading.Lock()
@@ -105,7 +105,7 @@ class NodeServer:
 
     def on_start(self, configs: "list[WorkerConfig]", ahead_s: float) -> None:
         """Start ranks; the answer is empty, or why they cannot be started."""
-        from course_lib.cluster_ranks.rows import Rows
+        from course_lib.cluster_ranks.rows import BoardRows
         from course_lib.ranks.call_board import CallBoard
 
         folder = tempfile.mkdtemp(prefix="world-", dir=self.scratch.path)
@@ -127,7 +127,7 @@ class NodeServer:
             self.channel.send("reply", str(error))
             return
         self.call_board = board
-        self.rows = Rows(board, [config.rank for config in here], ahead_s)
+        self.rows = BoardRows(board, [config.rank for config in here], ahead_s)
         self.outputs = {config.rank: RankOutput(config.output_file) for config in here}
         self.alive = {member.rank: member for member in self.place.members}
         self.busy = set(self.alive)  # until they have said that they are ready

@@ -27,7 +27,7 @@ Piece: TypeAlias = tuple[int, bytes]  # where on the call board, and the bytes
 TIME = struct.Struct("<d")
 
 
-class Rows:
+class BoardRows:
     """Rows of the ranks of one node; `changes` returns what is new in them since the last call."""
 
     def __init__(self, call_board: CallBoard, ranks: Iterable[int], ahead_s: float) -> None:

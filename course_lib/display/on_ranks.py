@@ -23,8 +23,8 @@ from course_lib.display.compare import Series, Voices, compare
 
 KEEP = "COURSE_KEEP"  # the file to which the laptop's points are written
 LAPTOPS = "laptop (2 cores), fastest"
-AnyLink = Link | TwoLevelLink | str | None
-Kept = dict[str, dict[str, list[list[float]]]]  # by picture and curve: x, y
+LinkOrName = Link | TwoLevelLink | str | None
+CurvesKept = dict[str, dict[str, list[list[float]]]]  # by picture and curve: x, y
 
 
 def compare_on_ranks(
@@ -55,7 +55,7 @@ def compare_on_ranks(
     return compare(x, drawn, title, note=note, names=names, **how)
 
 
-def measured_over(link: AnyLink) -> AnyLink:
+def measured_over(link: LinkOrName) -> LinkOrName:
     """Return what a timeline of measured events says of its link: on a cluster, that it is real."""
     place = default_place()
     if not place.is_cluster:
@@ -74,14 +74,16 @@ def _beside(points: list[list[float]] | None, curve: Voices) -> Voices:
 
 
 @cache
-def _laptops() -> Kept:
-    kept: Kept = json.loads(Path(__file__).with_name("laptop.json").read_text(encoding="utf-8"))
+def _laptops() -> CurvesKept:
+    kept: CurvesKept = json.loads(
+        Path(__file__).with_name("laptop.json").read_text(encoding="utf-8")
+    )
     return kept
 
 
 def _keep(path: Path, picture: str, x: Series, curves: Mapping[str, Voices]) -> None:
     """Write the fastest repetitions of a picture to the file, beside those of other pictures."""
-    kept: Kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kept: CurvesKept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found = kept.setdefault(picture, {})
     for name, curve in curves.items():
         if curve.measurement is None:

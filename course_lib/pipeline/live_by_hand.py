@@ -24,7 +24,7 @@ from course_lib.pipeline.levels import (
 )
 
 UNIT_S = 0.02  # of a forward on real ranks, which wait instead of computing
-Box = tuple[float, float, str, str]
+DrawnAction = tuple[float, float, str, str]
 
 
 def by_hand_drawing(level: str, moves: str, help: int) -> Drawing:
@@ -60,9 +60,9 @@ def by_hand_drawing(level: str, moves: str, help: int) -> Drawing:
     )
 
 
-def _lane(level: Level, actions: Sequence[Action], clock: Clock) -> list[Box]:
+def _lane(level: Level, actions: Sequence[Action], clock: Clock) -> list[DrawnAction]:
     """Return the boxes of a rank: its actions, and a gather before each that changes chunks."""
-    lane, free_s, chunk = list[Box](), 0.0, -1
+    lane, free_s, chunk = list[DrawnAction](), 0.0, -1
     for action in actions:
         if level.gather_s and action.model_chunk != chunk:
             lane.append((free_s, free_s + level.gather_s, "all_gather", "g"))
