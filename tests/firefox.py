@@ -15,7 +15,8 @@ from typing import Any
 FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
 START_S = 120
 PROMISED = """const [source, arg, done] = arguments;
-Promise.resolve(eval(`(${source})`)(arg)).then((got) => done({ got }), (bad) => done({ bad: `${bad}` }));
+Promise.resolve(eval(`(${source})`)(arg))
+  .then((got) => done({ got }), (bad) => done({ bad: `${bad}` }));
 """
 
 

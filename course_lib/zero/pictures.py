@@ -23,7 +23,6 @@ from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page, 
 from course_lib.memory.formulas import model_states
 from course_lib.zero.cost import ParamTraffic, zero_traffic
 from course_lib.zero.flat_layout import FlatLayout
-from course_lib.zero.live import FOUR, four_tensors_finding
 from course_lib.zero.lab import (
     H100_NUM_PARAMS,
     H100_PEAK_GIB,
@@ -31,6 +30,7 @@ from course_lib.zero.lab import (
     TABLE_1_GB,
     TABLE_1_SOURCE,
 )
+from course_lib.zero.live import FOUR, four_tensors_finding
 
 STAGES = (1, 2, 3)
 TABLE_1_RANKS, TABLE_1_PARAMS = (1, 4, 16, 64, 256, 1024), 7_500_000_000

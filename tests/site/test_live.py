@@ -151,7 +151,9 @@ def test_hands_can_use_a_part_in_each_browser(address: str, window):
     window.goto(f"{address}/plan_explorer.html")
     said = window.evaluate("() => document.querySelector('.live svg').getAttribute('aria-label')")
     assert "s per step, MFU" in said
-    wide = window.evaluate("() => document.querySelector('.live svg').getBoundingClientRect().width")
+    wide = window.evaluate(
+        "() => document.querySelector('.live svg').getBoundingClientRect().width"
+    )
     assert wide > 300
 
 
