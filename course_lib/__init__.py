@@ -34,6 +34,7 @@ What they stand on, and what serves them:
     debugging              where two runs differ first, who is behind, where the time went
     train                  the training script, `python -m course_lib.train`
     jobs                   job scripts, schedulers, run records brought home
+    cluster_ranks          ranks of a notebook on the nodes of an allocation, or reached by ssh
     checks                 what exercises call, by lesson (`checks/zero`): what is wrong, and why
     workbooks              a learner's notebooks: found, checked, updated, handed in
     cli                    the `course` command

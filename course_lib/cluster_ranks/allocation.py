@@ -57,6 +57,7 @@ class Allocation:
         self._folder = find_home() / FOLDER
         self._submission: Submission | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._key: Path | None = None
         self._end_s = 0.0
 
     def open(self) -> Door:
@@ -65,18 +66,18 @@ class Allocation:
         Raises: CourseError where the request can never run, or the job ends before that
         """
         door = Door(address_of(self.profile.kernel_address), self.num_nodes)
-        key = self._write_key(door)
         line = ProgressLine()
         try:
+            key = self._write_key(door)
             self._submit(key)
             self._wait(door, line)
         except BaseException:
+            door.turn_away()
             self.release()
             raise
         finally:
             line.clear()
-            door.shut()
-            key.unlink(missing_ok=True)
+            self._forget_key()
         self._end_s = time.monotonic() + self.minutes * 60
         nodes = ", ".join(sorted(facts["node"] for _, facts in door.nodes.values()))
         print(f"Slurm job {self.id}: {self.num_nodes} nodes ({nodes}) for {self.minutes} minutes.")
@@ -86,11 +87,16 @@ class Allocation:
         """Write where the door is, and the token, for the servers: a file of this user alone."""
         folder = self._folder / "doors"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = folder.resolve() / secrets.token_hex(8)
+        self._key = path = folder.resolve() / secrets.token_hex(8)
         facts = {"address": door.address, "port": door.port, "token": door.token.hex()}
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(facts, file)
         return path
+
+    def _forget_key(self) -> None:
+        if self._key is not None:
+            self._key.unlink(missing_ok=True)
+        self._key = None
 
     def _submit(self, key: Path) -> None:
         gpus = self._per_node if self._per_node <= self.profile.gpus_per_node else 0

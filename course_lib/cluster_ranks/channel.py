@@ -20,6 +20,7 @@ import pickle
 import socket
 import struct
 import threading
+from contextlib import suppress
 from typing import Any
 
 from course_lib.core.errors import CourseError
@@ -48,7 +49,8 @@ class Channel:
         self._key_out, self._key_in = key_out, key_in
         self._num_out = self._num_in = 0
         self._sending = threading.Lock()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, *message: Any) -> None:
         """Send a message of plain, picklable values.
@@ -101,10 +103,8 @@ class Channel:
 
     def close(self) -> None:
         """Close the socket; whoever waits in `receive` is woken."""
-        try:
+        with suppress(OSError):  # the other end has closed it
             self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other end has closed it
         self.sock.close()
 
 

@@ -1,4 +1,4 @@
-"""The place of ranks that is several nodes: the same members, jobs and reports as on one machine."""
+"""The place of ranks that is several nodes: with the members, jobs and reports of one machine."""
 
 import threading
 import time
@@ -47,7 +47,7 @@ class Nodes(Protocol):
 
 
 class ClusterPlace:
-    """Ranks on nodes; the nodes are asked for with the first ranks, and again once they are gone."""
+    """Ranks on nodes; these are asked for with the first ranks, and again once they are gone."""
 
     sees_at_once = False
 
@@ -80,12 +80,15 @@ class ClusterPlace:
 
     def _open(self) -> None:
         self.links.clear()
+        door = None
         try:
             door = self.nodes.open()
             door.shut()
             pairs = [door.nodes[number] for number in range(self.nodes.num_nodes)]
             check_facts(facts for _, facts in pairs)
         except BaseException:
+            if door is not None:
+                door.turn_away()
             self.nodes.release()
             raise
         self.over, self._busy_s = False, time.monotonic()

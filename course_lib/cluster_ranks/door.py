@@ -51,6 +51,12 @@ class Door:
         self._socket.close()
         self.token = b""
 
+    def turn_away(self) -> None:
+        """Shut the door, and end those who are in: not all came, or not all fit."""
+        self.shut()
+        for channel, _ in self.nodes.values():
+            channel.close()
+
     def _accept(self) -> None:
         while True:
             try:

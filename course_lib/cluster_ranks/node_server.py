@@ -56,7 +56,7 @@ class NodeServer:
             importlib.import_module(name)
         adopt_orphans()
         self.channel, self.inbox = channel, Inbox()
-        self.place = LocalPlace(forks=True, apart=[channel.sock, self.inbox])
+        self.place = LocalPlace(forks=True, apart=(channel.sock, self.inbox))
         self.scratch = make_folder()
         self.alive: dict[int, LocalMember] = {}
         self.busy: set[int] = set()
@@ -88,7 +88,7 @@ class NodeServer:
             while True:
                 signals = [one for member in self.alive.values() for one in member.signals]
                 tick_s = BUSY_TICK_S if self.busy else IDLE_TICK_S
-                connection.wait([self.inbox, *signals], tick_s)
+                connection.wait([self.inbox.fileno(), *signals], tick_s)
                 while self.inbox.poll():
                     kind, *rest = self.inbox.recv()
                     getattr(self, f"on_{kind}")(*rest)

@@ -34,7 +34,7 @@ class SshHosts:
                 f'hosts=["alpha", "beta"], or {HOSTS}=alpha,beta.'
             )
         self.num_nodes, self.id = len(self.hosts), random.randrange(10**6)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[str]] = []
 
     def open(self) -> Door:
         """Start a server on each host, and wait until all have connected.
@@ -49,11 +49,12 @@ class SshHosts:
             give_up_s = time.monotonic() + OPEN_S
             while not door.wait(POLL_S):
                 self._check(time.monotonic() > give_up_s)
-        finally:
-            door.shut()
+        except BaseException:
+            door.turn_away()
+            raise
         return door
 
-    def _start(self, host: str, number: int, door: Door) -> subprocess.Popen[bytes]:
+    def _start(self, host: str, number: int, door: Door) -> subprocess.Popen[str]:
         """Start a server; the token goes through stdin, where no list of processes shows it."""
         paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
         words = ["env", f"PYTHONPATH={paths}", sys.executable, "-m"]
@@ -65,14 +66,14 @@ class SshHosts:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                text=True,
                 start_new_session=True,  # Ctrl-C is for the notebook
             )
         except OSError as problem:
             raise MachineError(f"Ranks, {command[0]}: need ssh; got {problem}.") from problem
         facts = {"address": door.address, "port": door.port, "token": door.token.hex()}
         with suppress(OSError):  # it has ended, which `_check` tells
-            process.stdin.write(json.dumps({**facts, "number": number}).encode() + b"\n")  # type: ignore[union-attr]
-            process.stdin.flush()  # type: ignore[union-attr]
+            print(json.dumps({**facts, "number": number}), file=process.stdin, flush=True)
         return process
 
     def _check(self, is_late: bool) -> None:
@@ -80,7 +81,7 @@ class SshHosts:
         for host, process in zip(self.hosts, self._processes, strict=True):
             if process.poll() is not None or is_late:
                 process.kill()
-                said = process.stderr.read().decode(errors="replace").strip()[-500:]  # type: ignore[union-attr]
+                said = process.communicate()[1].strip()[-500:]
                 raise MachineError(
                     f"Ranks, host {host}: need a server that connects back within {OPEN_S:.0f} s; "
                     f"got {said or 'silence'!r}. Try `ssh {host} true`; the folder of the course "
@@ -105,7 +106,6 @@ class SshHosts:
                 process.wait(3)
             process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stderr):
-                with suppress(OSError):
-                    pipe.close()  # type: ignore[union-attr]
+            with suppress(OSError, ValueError):
+                process.communicate(timeout=1)
         self._processes = []

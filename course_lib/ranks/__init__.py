@@ -8,7 +8,8 @@ In the notebook's process:
     pool             `Ranks`: starts the ranks, sends them functions and cells; read this first
     fork_server      the process that has imported torch and from which ranks are forked
     scratch          folders for temporary files, removed once their owner is gone
-    magic            the cell magic `%%ranks`
+    magic            the magics `%%ranks` and `%ranks`
+    place            where ranks live: this machine, or what `cluster_ranks` has
     job              runs one job on the ranks and detects failures
     output           the ranks' printed output, in rank order
     report           `RankError`: what failed, on which line, which rank waits for which

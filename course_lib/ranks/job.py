@@ -90,7 +90,7 @@ class RankJob:
                 self._give_up("")
 
     def _waits_differ(self) -> bool:
-        """Return whether ranks that have not seen each other's calls in time wait in different ones."""
+        """Return whether ranks that saw each other's calls too late wait in different ones."""
         if self.place.sees_at_once:
             return False
         board, states = self.call_board, map(self.call_board.state, self._unfinished)

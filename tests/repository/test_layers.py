@@ -16,7 +16,17 @@ LAYERS = (  # a package imports only from what stands before it
     *("memory", "speed", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
     *("pipeline", "zero", "fsdp", "context_parallel", "mesh", "expert_parallel", "checkpoint"),
     *("debugging", "hub"),
-    *("train", "clinic", "jobs", "cluster_ranks", "planner", "scaling_study", "checks", "workbooks", "cli"),
+    *(
+        "train",
+        "clinic",
+        "jobs",
+        "cluster_ranks",
+        "planner",
+        "scaling_study",
+        "checks",
+        "workbooks",
+    ),
+    "cli",
 )
 WINGS = {
     "course_lib": LAYERS,
