@@ -71,7 +71,7 @@ NEW = (
 )
 RELEASE = (
     Step("course assignment release hw3 --students class.csv", "hw3/release/hw3-bob.zip"),
-    Step("course assignment show hw1", "ddp-3 3 and hidden cases"),
+    Step("course assignment show hw1", "ddp-3 3 value, hidden and hidden cases"),
     Step("course assignment release hw1", "hw1/release/hw1.zip"),
     Step("python -m zipfile -e assignments/hw1/release/hw1.zip trial", ""),
 )
