@@ -138,6 +138,7 @@ def marked(path: Path) -> list[tuple[str, bool, float]]:
     return [(mark.grade_id, mark.solution, mark.get("points", 0)) for mark in marks]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("bubblewrap")
 def test_the_guide_leads_from_nothing_to_grades(tmp_path):
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
