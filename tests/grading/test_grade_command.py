@@ -97,6 +97,7 @@ def test_who_handed_in_nothing_has_a_row_and_who_is_not_listed_is_named(tmp_path
 def test_without_bubblewrap_nothing_runs_unless_it_is_trusted(tmp_path, monkeypatch, course):
     monkeypatch.setenv("PATH", "")
     toy = Class(tmp_path)
+    toy.settle(("toy-1", "toy-2"))
     toy.hand_in("ann.ipynb", toy_2="def times(x, y):\n    return x - y\n")
     (toy.submissions / "bob.ipynb").write_text("no notebook")
     words = ("grade", str(toy.submissions), "--assignment", str(toy.home), "--out")
@@ -107,4 +108,4 @@ def test_without_bubblewrap_nothing_runs_unless_it_is_trusted(tmp_path, monkeypa
     said = course(*words, str(tmp_path / "grades"), "--trust", fails=True)  # bob is not judged
     assert said.count("No isolation: each submission runs as you") == 1
     rows = (tmp_path / "grades/gradebook.csv").read_text().splitlines()
-    assert rows[1].startswith("ann,20,30,10,right,0,wrong,10,right")
+    assert rows[1].startswith("ann,10,20,10,right,0,wrong,")

@@ -25,8 +25,7 @@ PARTS = {
 
 
 def with_parts(small_class, parts=PARTS):
-    assignment = replace(read_assignment(small_class.home), parts=parts)
-    write_assignment(assignment, small_class.home)
+    small_class.settle(parts=parts)
 
 
 def test_a_wrong_answer_has_the_points_of_the_parts_that_hold(small_class, tmp_path):
@@ -42,7 +41,7 @@ def test_a_wrong_answer_has_the_points_of_the_parts_that_hold(small_class, tmp_p
             "toy_3": "def mean(x):\n    return x\n",
             "toy_1": "def add(x, y):\n    return x\n",
         },
-        "shown": {"toy_2": hidden},
+        "shown": {"toy_2": hidden, "toy_3": ""},
     }
     for name, own in answers.items():
         small_class.hand_in(f"{name}.ipynb", **own)
@@ -56,7 +55,7 @@ def test_a_wrong_answer_has_the_points_of_the_parts_that_hold(small_class, tmp_p
         "sums": [10, 10, 3],
         "twice": [10, 10, 7],
         "none": [3.33, 10, 0],  # right in one of three cases
-        "shown": [10, 6, 10],
+        "shown": [10, 6, 0],
     }
     assert totals["sums"] == "23"
     assert "value 0 of 7, traffic 3 of 3" in found["sums"].verdicts[2].note

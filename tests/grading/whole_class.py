@@ -3,13 +3,11 @@
 import json
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import nbformat
 
-from course_lib.workbooks.assignment import read_assignment, write_assignment
 from course_lib.workbooks.late_rule import LateRule
 from course_tools.grading.class_run import add_absent, grade_class, graders, write_reports
 from course_tools.grading.gradebook import GRADEBOOK, RESULTS, Gradebook
@@ -47,12 +45,8 @@ class WholeClass:
         self.small_class, self.keys = small_class, keys
         self.students = {f"{kind}{n}": kind for kind in kinds for n in range(each)}
         rule = LateRule(per_day=10, grace_minutes=30, most=50)
-        own = {
-            "items": tuple((key, 10.0) for key in keys),
-            "parts": {key: PARTS[key] for key in PARTS if key in keys},
-        }
-        settings = replace(read_assignment(small_class.home), due=DUE, late=rule, seeded=False)
-        write_assignment(replace(settings, **own), small_class.home)
+        parts = {key: PARTS[key] for key in PARTS if key in keys}
+        small_class.settle(keys, due=DUE, late=rule, parts=parts, seeded=False)
         for student, kind in self.students.items():
             name, answers = KINDS[kind]
             path = small_class.hand_in(name.format(student), **answers)

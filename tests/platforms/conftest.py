@@ -1,10 +1,7 @@
 """A class of the toy assignment, whose cases are the same for everybody."""
 
-from dataclasses import replace
-
 import pytest
 
-from course_lib.workbooks.assignment import read_assignment, write_assignment
 from tests.grading.conftest import Class
 
 
@@ -14,6 +11,5 @@ def toy(tmp_path) -> Class:
     source = made.home / "source/toy.py"
     source.write_text(source.read_text().lstrip())
     parts = {"toy-1": {"value": 10}}
-    settings = replace(read_assignment(made.home), seeded=False, parts=parts)
-    write_assignment(settings, made.home)
+    made.settle(seeded=False, parts=parts)
     return made

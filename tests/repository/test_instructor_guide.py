@@ -71,7 +71,7 @@ NEW = (
 )
 RELEASE = (
     Step("course assignment release hw3 --students class.csv", "hw3/release/hw3-bob.zip"),
-    Step("course assignment show hw1", "ddp-3 3 and hidden cases"),
+    Step("course assignment show hw1", "ddp-3 3 value, hidden and hidden cases"),
     Step("course assignment release hw1", "hw1/release/hw1.zip"),
     Step("python -m zipfile -e assignments/hw1/release/hw1.zip trial", ""),
 )
@@ -138,6 +138,7 @@ def marked(path: Path) -> list[tuple[str, bool, float]]:
     return [(mark.grade_id, mark.solution, mark.get("points", 0)) for mark in marks]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("bubblewrap")
 def test_the_guide_leads_from_nothing_to_grades(tmp_path):
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
