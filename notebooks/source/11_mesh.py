@@ -32,7 +32,6 @@
 # %load_ext course_lib.ranks
 from dataclasses import replace
 from functools import partial
-from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -716,7 +715,8 @@ for name in ("ours", "Megatron-Core"):
     sent[name] = lab.bytes_by_axis(cube, 7, runs[7].last_events)
     known = [run.losses[-1] for run in runs if not isnan(run.losses[-1])]
     kib = ", ".join(f"{axis} {size / 2**10:.2f} KiB" for axis, size in sent[name].items())
-    print(f"{name:13} loss {fmean(known):.5f}, {runs[7].median_ms:.0f} ms per step; sent {kib}")
+    loss, ms = sum(known) / len(known), runs[7].median_ms
+    print(f"{name:13} loss {loss:.5f}, {ms:.0f} ms per step; sent {kib}")
 
 # %% [markdown]
 # The loss is the same. The bytes along every axis are also the same, except for a few bytes: our
