@@ -63,9 +63,12 @@ class Place(Protocol):
     sees_at_once  whether ranks see each other's calls at once, and refuse one that does not match
     """
 
-    members: Sequence[Member]
     over: bool
     sees_at_once: bool
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The ranks, in order; none before `start` and after `stop`."""
 
     def start(self, configs: Sequence[WorkerConfig], call_board: CallBoard) -> None:
         """Start these ranks; their calls appear on the call board."""
