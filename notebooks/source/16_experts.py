@@ -13,7 +13,7 @@
 # - keep experts balanced, with an auxiliary loss or with a bias that is moved;
 # - choose how to split the experts of a published model.
 #
-# **Prerequisites:** lessons 04, 06, 07. **Time:** about 38 minutes to read and run, 50 for five
+# **Prerequisites:** lessons 04, 06, 07. **Time:** about 40 minutes to read and run, 50 for five
 # exercises (core: 1, 2, 3, 4).
 #
 # | symbol | in code | meaning |
@@ -84,7 +84,8 @@ for ep in (1, 8, 64):
 # %% [markdown]
 # The memory of experts falls by less than ep, because ZeRO-1 divides an expert's optimizer state
 # only over the dp/ep ranks that hold it. And even 64 ranks are not enough for an H100 with 80 GB:
-# DeepSeek added a pipeline of 16 stages, which divides all three kinds (section 3.2).
+# DeepSeek added a pipeline of 16 stages, which divides all three kinds (DeepSeek-AI 2024, section
+# 3.2).
 #
 # **A mixture of experts computes like a small model, and stores like a large one. So its experts
 # are divided over ranks, and the tokens have to travel.**
@@ -205,12 +206,12 @@ show(*pictures.dispatch_picture(choices, ep=4, experts=4))
 #
 # *Difficulty 4 of 5, importance 5 of 5, about 14 minutes.*
 #
-# Sorting, counting and `which` are written; write the rest. Return the outputs of this rank's
-# tokens, `[tokens, hidden]`. `experts` and `weights` are `[tokens, top_k]`. Rank 0 holds the first
-# `num_experts / p` experts, rank 1 the next ones. `run(inputs, which)` runs this rank's experts:
-# row i of `inputs` is for its expert `which[i]`. Example with 2 ranks and 4 experts: a copy for
-# expert 3 goes to rank 1, with `which` 1. Budget: three `all_to_all_single`. A rank may have no
-# tokens, or receive no rows. Forward only. About 8 lines.
+# Sorting, counting and `local_experts`, which gives `which`, are written; write the rest. Return
+# the outputs of this rank's tokens, `[tokens, hidden]`. `experts` and `weights` are `[tokens,
+# top_k]`. Rank 0 holds the first `num_experts / p` experts, rank 1 the next ones. `run(inputs,
+# which)` runs this rank's experts: row i of `inputs` is for its expert `which[i]`. Example with 2
+# ranks and 4 experts: a copy for expert 3 goes to rank 1, with `which` 1. Budget: three
+# `all_to_all_single`. A rank may have no tokens, or receive no rows. Forward only. About 8 lines.
 #
 # <details><summary>Hint: uneven all-to-all</summary>
 # <code>dist.all_to_all_single(into, x, received_rows, sent_rows)</code> takes two lists with a
@@ -580,11 +581,11 @@ show(*pictures.dropped_picture(loads, dropped, factors))
 # probability is pushed down (Fedus et al. 2021, equations 4 to 6, for $k = 1$). But this gradient
 # also pushes a router away from experts that are right for a token.
 #
-# **A bias that is moved.** DeepSeek-V3 balances mostly without this gradient (section 2.1.2; it
-# keeps an auxiliary loss inside each sequence, with a very small $\alpha$). Each expert has a score
-# $s_e$, a sigmoid, and a bias $b_e$. Experts are chosen by $s_e + b_e$, but weighted by $s_e$
-# alone. After each step, the bias of an expert with fewer tokens than the mean grows by a small
-# constant, and that of an expert with more falls.
+# **A bias that is moved.** DeepSeek-V3 balances mostly without this gradient (DeepSeek-AI 2024,
+# section 2.1.2; it keeps an auxiliary loss inside each sequence, with a very small $\alpha$). Each
+# expert has a score $s_e$, a sigmoid, and a bias $b_e$. Experts are chosen by $s_e + b_e$, but
+# weighted by $s_e$ alone. After each step, the bias of an expert with fewer tokens than the mean
+# grows by a small constant, and that of an expert with more falls.
 #
 # ### Exercise 4 (core): two rules
 #
