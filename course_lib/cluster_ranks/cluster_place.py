@@ -77,6 +77,7 @@ class ClusterPlace:
             if there:
                 link.start(there, call_board)
         self.members[:] = [member for link in self.links for member in link.members.values()]
+        self._busy_s = time.monotonic()  # warming up was no idling
 
     def _open(self) -> None:
         self.links.clear()
@@ -150,7 +151,7 @@ class ClusterPlace:
                 with suppress(ChannelError):
                     link.channel.send("beat")
             idle_s = time.monotonic() - self._busy_s
-            if 0 < self.nodes.idle_minutes * 60 < idle_s:
+            if self.members and 0 < self.nodes.idle_minutes * 60 < idle_s:
                 self._said = ""
                 return self._give_back()
             time.sleep(BEAT_S)

@@ -125,6 +125,7 @@ def test_idle_nodes_are_given_back(here, servers, until, monkeypatch):
         ranks.run(sum_of_powers)
         ranks._place.nodes.idle_minutes = 0.5 / 60
         until(lambda: is_over(here, servers), "nothing is left", within_s=15)
+        ranks._place.nodes.idle_minutes = 10.0
         assert ranks.run(lambda rank: rank) == [0, 1]  # asks again
 
 
