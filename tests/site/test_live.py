@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Live parts in Chromium, and in a Firefox that is there: CPython's answers, used by hand."""
-=======
-"""Live parts in Chromium, and in a Firefox that is there: the answers of CPython, by hand."""
->>>>>>> p42
 
 import json
 import sys
