@@ -33,7 +33,6 @@ What they stand on, and what serves them:
     hub                    models of Hugging Face: config.json, tensor names, files, both ways
     debugging              where two runs differ first, who is behind, where the time went
     train                  the training script, `python -m course_lib.train`
-    cluster_ranks          a notebook's ranks on an allocation of Slurm, or on hosts behind ssh
     jobs                   job scripts, schedulers, run records brought home
     cluster_ranks          ranks of a notebook on the nodes of an allocation, or reached by ssh
     checks                 what exercises call, by lesson (`checks/zero`): what is wrong, and why

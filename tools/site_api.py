@@ -160,7 +160,9 @@ def fields(node: ast.ClassDef) -> str:
             return re.sub(r"^\(self(?:, )?", "(", f"({signature(one.args)})")
     if not any("dataclass" in ast.unparse(one) for one in node.decorator_list):
         return ""
-    made = [ast.unparse(one) for one in node.body if isinstance(one, ast.AnnAssign)]
+    made = [
+        ast.unparse(Shorter().visit(one)) for one in node.body if isinstance(one, ast.AnnAssign)
+    ]
     made = [re.sub(r" = (?:dataclasses\.|dc\.)?field\(.*", " = ...", one) for one in made]
     return (
         f"({', '.join(one for one in made if not one.startswith('_') and 'ClassVar' not in one)})"
