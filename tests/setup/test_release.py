@@ -57,14 +57,14 @@ def course(wheel, tmp_path_factory) -> Course:
     venv = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "-q"]
-    subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True)
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True, env=kept, cwd=venv)
     (packages,) = (venv / "lib").glob("python*/site-packages")
     others = Path(json.__file__).parents[1] / "site-packages"
     mine = [path for path in sys.path if path.endswith("site-packages")] or [str(others)]
     (packages / "others.pth").write_text("\n".join(mine) + "\n")  # the packages, not the course
 
     def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return subprocess.run(
             [venv / "bin" / "course", *words],
