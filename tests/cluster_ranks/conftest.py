@@ -49,7 +49,9 @@ def two_hosts(shim: str) -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def kernel(shim: str, tmp_path: Path) -> Callable[[str], list[str]]:
+def kernel(
+    shim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], list[str]]:
     """The command of a program that has ranks, says so, and waits to be killed."""
 
     def command(made: str) -> list[str]:
@@ -60,7 +62,7 @@ def kernel(shim: str, tmp_path: Path) -> Callable[[str], list[str]]:
             "ranks.run(lambda rank: None)\nprint('ready', flush=True)\n"
             "ranks.run(lambda rank: time.sleep(1000))\n"
         )
-        os.environ["PYTHONPATH"] = str(ROOT)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
         return [sys.executable, str(program)]
 
     return command
