@@ -19,7 +19,7 @@ from tests.checks.test_planted_mistakes import (  # noqa: F401 - fixtures
     worlds,
 )
 
-WRONG, RIGHT = 2629, 549  # so many answers are there at least
+WRONG, RIGHT = 2630, 549  # so many answers are there at least
 EVERY = 3  # CI tries the first right answer of every third exercise
 
 

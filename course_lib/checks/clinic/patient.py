@@ -77,12 +77,14 @@ def _runs_nowhere(*_arguments: Any) -> Mapping[str, Any]:
 class Patient(ByExample):
     """A check of a diagnosis and a mend, `answer() -> ((step, phase, parameter, kind), function)`.
 
-    case   its name
-    twin   settings in which the twin, on four ranks, differs from the case
+    case     its name
+    twin     settings in which the twin, on four ranks, differs from the case
+    padded   the twin's sequences are padded, so micro-batches have unequal shares
     """
 
     case: str
     twin: Mapping[str, Any] = field(default_factory=dict)
+    padded: bool = False
     observe_on_rank: Callable[..., Mapping[str, Any]] = _runs_nowhere
     facets: Sequence[str] = (FORM, *FIELDS, MENDED)
     looks: Sequence[tuple[str, Cause]] = LOOKS
@@ -97,7 +99,9 @@ class Patient(ByExample):
             for name, given, wanted in zip(FIELDS, diagnosis, right, strict=True)
         }
         yield Run(case.ranks, {}, [{"your diagnosis": {FORM: form, **said}}])
-        twin = replace(case, ranks=4, settings={**case.settings, **self.twin})
+        around = find_case("unequal micro-batches" if self.padded else self.case).circumstances
+        settings = {**case.settings, **self.twin}
+        twin = replace(case, ranks=4, settings=settings, circumstances=around)
         for one in (case, twin):
             yield _mended(one, function)
 

@@ -46,6 +46,7 @@ SYNCED = Exercise(
     check=Patient(
         case="the first and the last",
         twin={"global_batch": 12},
+        padded=True,
         success=SUCCESS,
     ),
     wrong=(
