@@ -29,7 +29,7 @@ SCRIPT = "ranks"
 ASK_EVERY_S, POLL_S = 2.0, 0.1
 JOIN_S = 120.0  # in which servers connect once the job runs
 WARN_S = 120.0
-FATE_S = 2.0
+FATE_S = 8.0  # in which Slurm says what became of a job, at the latest
 # reasons for which a job waits for ever
 NEVER = ("BadConstraints", "PartitionNodeLimit", "PartitionTimeLimit", "DependencyNeverSatisfied")
 GUARD = 'cat >/dev/null; exec scancel --quiet "$1"'  # its stdin ends with the notebook

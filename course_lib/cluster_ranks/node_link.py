@@ -18,7 +18,7 @@ ANSWER_S = 15.0
 WARM_S = 90.0  # in which a node has imported PyTorch
 SILENCE_S = 10.0  # after which a node is taken for gone
 NUM_PINGS = 10
-FATE_S = 3.0  # in which what became of the node is found out
+FATE_S = 10.0  # in which what became of the node is found out
 
 
 class JobPipe(Inbox):
