@@ -48,7 +48,7 @@ def test_an_allocation_is_used_and_given_back(here, capsys, servers, until, tmp_
         ranks.cell("print(rank)", "<one>")
         assert capsys.readouterr().out == "[0] 0\n[1] 1\n[2] 2\n[3] 3\n"
         assert list((tmp_path / "runs" / "cluster" / "doors").iterdir()) == []
-        shown = here.run("scontrol", "show", "job").stdout
+        shown = here.run("scontrol", "show", "job", *queue(here)).stdout
         assert "token" not in shown
         here.run("scancel", *queue(here))
         with pytest.raises(RankError, match="is CANCELLED") as caught:
