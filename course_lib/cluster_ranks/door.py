@@ -5,6 +5,7 @@ are in. A stranger is closed and noted, and keeps nobody waiting: proofs are che
 other, within seconds, and of a few connections at a time.
 """
 
+import errno
 import logging
 import secrets
 import socket
@@ -124,7 +125,7 @@ def _listen(address: str) -> socket.socket:
         except OSError as error:
             sock.close()
             problem = error
-            if error.errno != 98:  # EADDRINUSE
+            if error.errno != errno.EADDRINUSE:
                 break
     raise MachineError(
         f"Ranks: need an address of this machine to listen on; got {address}: {problem}. Try "

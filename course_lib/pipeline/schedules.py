@@ -95,7 +95,7 @@ def breadth_first(num_stages: int, num_micro_batches: int, num_model_chunks: int
     a chunk (FSDP) it does so 2v - 1 times, however many micro-batches there are; all of these are
     in flight. With one chunk this is `gpipe`.
 
-    Source: Lamy-Poirier 2023 (Breadth-first pipeline parallelism), section 4
+    Source: Lamy-Poirier 2023 (Breadth-first pipeline parallelism, arXiv 2211.05953)
     """
     check_counts("breadth_first", num_stages, num_micro_batches)
     chunks, m = range(num_model_chunks), num_micro_batches

@@ -43,8 +43,8 @@ class Ranks:
     reached by ssh ("ssh"). `wanted` are then `minutes`, `profile` and `hosts`, as
     `course_lib.cluster_ranks.place_of` takes them.
 
-    Raises: MeshError for a world size that is no whole number from 1 to 64, or does not fit the
-            nodes; MachineError where the temporary folder has no room, or the nodes do not start
+    Raises: MeshError for a world size that is no whole number from 1 to 64; MachineError where the
+            temporary folder has no room, or the nodes do not start
     """
 
     def __init__(

@@ -322,6 +322,19 @@ def test_a_ranks_cell_keeps_its_names_and_prints_by_rank(shell, capsys):
     ]
 
 
+def test_a_line_puts_other_ranks_in_their_place(shell, capsys):
+    before = shell.user_ns["ranks"]
+    made = shell.run_line_magic("ranks", "start 2")
+    assert shell.user_ns["ranks"] is made is not before
+    shell.run_cell_magic("ranks", "", "print(world_size)")
+    assert capsys.readouterr().out == "[0] 2\n[1] 2\n"
+    for line, got in (("stop", "invalid choice: 'stop'"), ("start two", "'two'")):
+        with pytest.raises(CourseError, match=f"%ranks: need start .*{got}"):
+            shell.run_line_magic("ranks", line)
+    shell.run_line_magic("ranks", "close")
+    shell.run_line_magic("ranks", "start 4")
+
+
 def test_a_ranks_cell_that_fails_shows_its_line(shell):
     with pytest.raises(RankError) as caught:
         shell.run_cell_magic("ranks", "", "x = 1\nif rank == 2:\n    x / 0\n")
