@@ -13,14 +13,15 @@
 # - keep experts balanced, with an auxiliary loss or with a bias that is moved;
 # - choose how to split the experts of a published model.
 #
-# **Prerequisites:** lessons 04, 06, 07. **Time:** about 40 minutes to read and run, 50 for five
-# exercises (core: 1, 2, 3, 4).
+# **Prerequisites:** lessons 04, 06, 07; 09 and 11 help. **Time:** about 40 minutes to read and run,
+# 50 for five exercises (core: 1, 2, 3, 4).
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $E$, $k$ | `experts`, `top_k` | experts of a layer; experts that a token uses |
 # | $T$, $h$ | `tokens`, `hidden` | tokens of one rank; values per token |
 # | $p$ | `ep` | ranks that share the experts of a layer: the expert-parallel (EP) degree |
+# | | `dp` | ranks with tokens of their own; the ep ranks are some of them |
 # | $c$ | `capacity` | capacity factor |
 # | | copy | the values of a token on their way to one expert: a token has $k$ copies |
 
@@ -48,8 +49,8 @@ from course_lib.ranks import Ranks
 # uses no others. So its FLOP follow from its *active* parameters: $6 N_\text{active}$.
 #
 # The idea is old (Jacobs et al. 1991); Shazeer et al. (2017) made it large. DeepSeek-V3 has 256
-# experts per layer, of which a token uses 8, and one *shared* expert that every token uses
-# (DeepSeek-AI 2024, section 4.2). What share of its parameters does a token use?
+# experts in almost every layer, of which a token uses 8, and one *shared* expert that every token
+# uses (DeepSeek-AI 2024, section 4.2). What share of its parameters does a token use?
 
 # %% tags=["predict"]
 guess_active = predict("active parameters of DeepSeek-V3 divided by all (like 0.25)")
@@ -67,9 +68,10 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
 # %% [markdown]
 # Compute follows the active parameters, but memory does not: all experts have to be stored with
 # their gradients and optimizer state (16 bytes per parameter, lesson 01), because the next token
-# may choose any of them. Tensor parallelism divides attention, dense MLPs and shared experts
-# ("split" below); norms and routers are on every rank ("whole"). Experts need an axis of their own:
-# *expert parallelism* (EP) gives each of $p$ ranks $E/p$ experts.
+# may choose any of them. ZeRO-1 (lesson 09) divides 12 of the 16 bytes over the ranks that hold the
+# same parameter. Tensor parallelism could also divide attention, dense MLPs and shared experts
+# ("split" below); norms and routers stay whole. Experts get an axis of their own: *expert
+# parallelism* (EP) gives each of $p$ ranks $E/p$ experts.
 
 # %%
 from course_lib.core.parallelism import Parallelism
@@ -103,8 +105,7 @@ for ep in (1, 8, 64):
 #
 # <details><summary>Other weights</summary>
 # The same, up to rounding, is a softmax over all experts whose chosen probabilities are divided by
-# their sum. (In float32, probabilities far from the largest are 0.) Some models leave out the
-# division; then the weights of a token add up to less than 1.
+# their sum. Some models leave out the division; then the weights of a token add up to less than 1.
 # </details>
 #
 # How does the router learn? The choice itself is a step function: a small change of a logit does
@@ -265,7 +266,7 @@ tiny = MODELS["moe-tiny"]
 
 
 def layer_on_ranks(rank):
-    """Return how far this rank's outputs and gradients are from those of one process."""
+    """Return how far this rank's outputs, and its tokens' gradients, are from one process's."""
     torch.manual_seed(0)
     alone = MoE(tiny).double()
     ours = parallelize_experts(deepcopy(alone))
@@ -280,7 +281,8 @@ def layer_on_ranks(rank):
 
 # %%
 four = Ranks(4)
-print("outputs and gradients are those of one process:", max(four.run(layer_on_ranks)) < 1e-12)
+apart = max(four.run(layer_on_ranks))
+print("outputs and the tokens' gradients are those of one process:", apart < 1e-12)
 
 # %% [markdown]
 # **Dispatch and combine are uneven all-to-alls. The counts are exchanged first, and backward is the
@@ -328,14 +330,14 @@ show(*pictures.bytes_picture(small, measured))
 #
 # ### Across nodes
 #
-# With 64 ranks most copies leave the node, over a link that is about ten times slower. But if
+# With 64 ranks most copies leave the node, over a link that is several times slower. But if
 # several experts of a token are on one node, the token needs to travel there only once: inside the
 # node, the fast link passes it on. DeepSeek-V3 does this. Its 256 experts are on 64 GPUs, that is,
 # on 8 nodes. With 8 experts at random, on how many of these nodes are a token's experts, on
 # average?
 
 # %% tags=["predict"]
-guess_nodes = predict("nodes that a token is sent to, of 8, with 8 of 256 experts")
+guess_nodes = predict("nodes, of 8, with experts of a token, on average: 8 of 256 experts")
 ### GUESS guess_nodes.commit(8)
 
 # %% tags=["picture"]
@@ -345,12 +347,13 @@ reveal(guess_nodes, nodes_reached(8, active=8))
 show(*pictures.nodes_picture())
 
 # %% [markdown]
-# One choice misses a node of $n$ with probability $1 - 1/n$, and $k$ choices all miss it with
-# $(1 - 1/n)^k$. So on average a token is sent to $n\,(1 - (1 - 1/n)^k)$ nodes. DeepSeek-V3 limits
-# this: the router first chooses at most 4 nodes for each token, then 8 experts on them
-# (DeepSeek-AI 2024, section 2.1.2).
+# One choice misses a node of $n$ with probability $1 - 1/n$, and $k$ choices all miss it with about
+# $(1 - 1/n)^k$. So on average a token is sent to $n\,(1 - (1 - 1/n)^k)$ nodes. (The experts of a
+# token differ, so the tokens that were drawn reach 1 % more.) DeepSeek-V3 limits this: the router
+# first chooses at most 4 nodes for each token, then 8 experts on them (DeepSeek-AI 2024, section
+# 2.1.2).
 #
-# Move the sliders: when does the network take longer than the experts?
+# Move the sliders: up to how many ranks is the exchange faster than the experts?
 
 # %% tags=["picture"]
 from course_lib.expert_parallel.explorer import expert_explorer
@@ -420,8 +423,8 @@ check("experts-3", average_gradients)
 # divides the gradients of experts by $p$ in backward, so that whoever averages them only needs to
 # know which ranks hold the same expert. A hook undoes this division: experts have gradients $p = 2$
 # times too large, and all other parameters are right. What is the last loss, divided by the correct
-# one? (`expert_groups` forms the groups of the table above from a `Mesh`, lesson 11; `finish`,
-# lesson 06, waits for the averages.)
+# one? (`expert_groups` forms such groups from a `Mesh`, lesson 11: here, with 2 ranks and ep = 2,
+# each expert is on one rank only. `finish`, lesson 06, waits for the averages.)
 
 # %%
 from course_lib.ddp import DDP
@@ -487,8 +490,9 @@ show(losses(runs, "With experts' gradients 2 times too large, the loss still fal
 
 # %% [markdown]
 # The loss falls as it should: for experts the learning rate is 2 times too large, and nothing else
-# happens. With Adam one sees even less, because it divides the mean gradient by the root of the
-# mean square, where a constant factor cancels.
+# happens. (That it is a little lower here is only this larger learning rate.) With Adam one sees
+# even less, because it divides the mean gradient by the root of the mean square, where a constant
+# factor cancels.
 
 # %% tags=["failure"]
 right_adam, broken_adam = (
@@ -510,9 +514,9 @@ for words, found in {"correct": own, "broken": wrong}.items():
 
 # %% [markdown]
 # But the mistake matters. Clipping by the global norm (lesson 11) makes everything but the experts
-# too small, weight decay of SGD is too weak for experts, and the same settings train differently on
-# another number of ranks. What finds it is the comparison with one process: of *gradients*, in
-# float64, for several ep.
+# too small. The weight decay of SGD is too weak for experts, compared with their gradients. And the
+# same settings train differently on another number of ranks. What finds it is the comparison with
+# one process: of *gradients*, in float64, for several ep.
 #
 # **Sum an expert's gradient over the ranks that hold this expert, and divide by the number of all
 # ranks whose losses are in it. A falling loss does not test the scale; gradients beside those of
@@ -530,7 +534,8 @@ for words, found in {"correct": own, "broken": wrong}.items():
 # \frac{\text{tokens of the fullest rank}}{\text{mean over ranks}} . $$
 #
 # The next picture shows one layer on 4 real ranks. Its messages are real. Its experts only sleep,
-# 0.4 ms per copy in forward and twice as long in backward, so that your cores play no role.
+# 0.4 ms per copy in forward and twice as long in backward, so that they need no cores; the fastest
+# of three runs is drawn.
 
 # %% tags=["picture", "measured"]
 routings = {
@@ -541,7 +546,8 @@ layer = lab.layer_runs(four, routings, experts=8)
 show(*pictures.layer_on_the_clock(layer))
 
 # %% [markdown]
-# In the skewed run rank 0 has the popular experts, and all others wait for its results. (The button
+# In the skewed run rank 0 has the popular experts, and all others wait for its results: most of
+# their long green boxes is waiting. (The button
 # below the picture saves the events for Perfetto, lesson 06.)
 #
 # ### Capacity: drop what does not fit
@@ -584,8 +590,9 @@ show(*pictures.dropped_picture(loads, dropped, factors))
 # **A bias that is moved.** DeepSeek-V3 balances mostly without this gradient (DeepSeek-AI 2024,
 # section 2.1.2; it keeps an auxiliary loss inside each sequence, with a very small $\alpha$). Each
 # expert has a score $s_e$, a sigmoid, and a bias $b_e$. Experts are chosen by $s_e + b_e$, but
-# weighted by $s_e$ alone. After each step, the bias of an expert with fewer tokens than the mean
-# grows by a small constant, and that of an expert with more falls.
+# weighted by their $s_e$, divided by its sum over those chosen. After each step, the bias of an
+# expert with fewer tokens than the mean grows by a small constant, and that of an expert with more
+# falls.
 #
 # ### Exercise 4 (core): two rules
 #
@@ -648,11 +655,11 @@ claim("with a moved bias, the fullest rank has at most 10 % more", last["moved b
 show(*pictures.loads_picture(by_rule, 4))
 
 # %% [markdown]
-# Without a rule the router collapses: after 150 steps a few experts get almost all copies. With
-# either rule, the load of the last 30 steps together stays near 1; a single step, for which ranks
-# wait, may be further away. Both rules have a number to choose. If $\alpha$ is too small, it does
-# not balance; if it is too large, the router cares for balance more than for the text. If the
-# router changes faster than the bias moves, it is never balanced.
+# Without a rule the router collapses: at the end, the fullest rank has more than twice the mean.
+# With either rule, the load of the last 30 steps together stays near 1; a single step, for which
+# ranks wait, may be further away. Both rules have a number to choose. If $\alpha$ is too small, it
+# does not balance; if it is too large, the router cares for balance more than for the text. If the
+# router changes faster than the bias moves, it may never be balanced.
 #
 # <details><summary>On several ranks: whose load?</summary>
 # The load that counts is that of <i>all</i> ranks together. If each rank balances its own few
@@ -675,14 +682,16 @@ show(*pictures.loads_picture(by_rule, 4))
 # Return a dict with the seconds of each plan `(ep, tp, capacity)` that fits. The three matrices
 # (hidden x ffn) of all experts take 16 bytes per parameter, divided by ep tp: at most `room_bytes`.
 # The fullest rank has $n$ = `fullest[ep]` T k copies, but at most `capacity` T k; a `capacity` of
-# `None` is no limit. Add three times, with 2 bytes per value:
+# `None` is no limit. Add up three durations, with 2 bytes per value:
 #
-# 1. dispatch and combine: the formula of section 4 with $n$ instead of $T k$;
+# 1. dispatch and combine: the formula of section 4 with $n$ instead of $T k$, since that rank
+#    receives $n$ copies and sends $n$ results;
 # 2. with tp > 1, an all-gather and a reduce-scatter, each (tp - 1) times $n$ rows of `hidden`
 #    values, or (tp - 1) times T rows if ep = 1;
 # 3. 6 hidden ffn FLOP per copy, for $n$ copies.
 #
-# Example: with infinite bandwidth, only FLOP count. About 10 lines.
+# Example: plan (2, 1, None), layer (100, 10, 20, 8, 2), fullest[2] = 1.5, 1e9 FLOP and 1e6 bytes
+# per second: n = 300; 6,000 bytes and 360,000 FLOP take 6.36 ms. About 10 lines.
 #
 # <details><summary>Hint: the frame of the function</summary>
 # Begin with <code>tokens, hidden, ffn, num_experts, k = layer</code>. Leave a plan out if
@@ -727,8 +736,10 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
 # %% [markdown]
 # Inside a node, splitting each expert is not bad at all: for Mixtral it sends more bytes, but no
 # rank is fuller than another. Over a slow link, bytes decide: Mixtral with its 2 copies should not
-# be split, while Qwen3 has as many copies as there are ranks. Mixed divisions send most: copies
-# between the groups, and again inside them. (On NVLink, Mixtral's (4, 2) is second only because we
+# be split, while Qwen3 has as many copies as there are ranks. For Qwen3, mixed divisions send most:
+# copies between the groups, and again inside them. (8, 1, 1.25) wins over (8, 1) only by dropping
+# copies. All depends on the balance: with a fullest rank below 1.1, whole experts would win for
+# Mixtral on NVLink, too. (There, (4, 2) is second only because we
 # assumed 1.2 instead of 1.4 for its fullest rank.)
 #
 # The model leaves out two things that speak against splitting. An eighth of one of Qwen3's experts,

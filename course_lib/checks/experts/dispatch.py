@@ -37,7 +37,8 @@ WHICH = Cause(
     "`which` counts this rank's experts from 0."
 )
 COUNTS = Cause(
-    "Received are other numbers of rows than sent: exchange the counts first, and sum them by rank."
+    "Ranks disagree on what is sent: exchange the counts first, and sum them by rank. Each rank "
+    "takes part in all three exchanges, also without tokens."
 )
 BACK = Cause("On the way back the split sizes are swapped: what was received is sent.")
 PLACES = Cause(

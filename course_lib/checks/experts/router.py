@@ -29,13 +29,20 @@ def _numbers(tokens: int, width: int, by: int) -> Tensor:
 
 def _cases() -> list[Case]:
     example = torch.tensor([[0.0, 5.0, 4.0, -1.0]]).double(), torch.tensor([[1.0, 0.0]]).double(), 2
+    ties = torch.tensor([[1.0, 1.0, 1.0, 0.0]]).double(), torch.tensor([[1.0, 0.0]]).double(), 2
+    other = -_numbers(5, 8, 29), _numbers(5, 2, 31), 2
     large = 800 + _numbers(3, 4, 41).float(), _numbers(3, 2, 23).float(), 2
     found: list[Case] = [("one token, logits 0, 5, 4 and -1, top_k 2", example)]
     for tokens, experts, top_k, dtype in SHAPES:
         logits, grad = _numbers(tokens, experts, 41).to(dtype), _numbers(tokens, top_k, 23)
         text = f"{tokens} tokens, {experts} experts, top_k {top_k}, {str(dtype)[6:]}"
         found.append((text, (logits, grad.to(dtype), top_k)))
-    return [*found, ("logits of about 800 in float32", large)]
+    return [
+        *found,
+        ("5 tokens, 8 experts, top_k 2, float64, other numbers", other),
+        ("three equal logits, any two of which are chosen", ties),
+        ("logits of about 800 in float32", large),
+    ]
 
 
 THREE = Cause("Return three tensors: the experts, their weights, and the gradient of the logits.")
@@ -66,6 +73,10 @@ def _plain(result: Any, logits: Tensor, grad_weights: Tensor, top_k: int) -> dic
         raise failed(f"need shapes {need}; got {got}", THREE)
     if {weights.dtype, grad.dtype} != {logits.dtype}:
         raise failed(f"need {logits.dtype}; got {weights.dtype} and {grad.dtype}", DTYPE)
+    if logits.requires_grad or logits.grad is not None:
+        raise failed("the logits that were given need a gradient, or have one, now", KEEPS)
+    if len(logits.unique()) < logits.numel():  # any of the equal ones may be chosen
+        experts, grad = torch.zeros_like(experts), grad.sort(-1).values
     named = {"experts": experts.double(), "weights": weights, "gradient": grad}
     shown = {name: list(map(_number, one.flatten())) for name, one in named.items()}
     if logits.dtype == torch.float64:
@@ -110,6 +121,13 @@ ROUTER = Exercise(
         Edit(INNER, "grad_weights.mean(-1, keepdim=True)", WEIGHTED),
         Edit(INNER, "(weights * grad_weights).sum()", PER_TOKEN),
         Edit(SCATTER, "scatter(-1, best.indices.flip(-1),", PLACES),
+        Edit(
+            SOFTMAX,
+            "logits.masked_fill(logits < best.values[:, -1:], -torch.inf).softmax(-1)"
+            ".gather(-1, best.indices)",
+            AMONG,
+        ),
+        Edit(RETURN, "logits.requires_grad_()\n" + RETURN, KEEPS),
         Edit(SCATTER, "scatter(-1, torch.arange(top_k).expand_as(best.indices),", PLACES),
         Edit(RETURN, "return best.indices, weights", THREE),
         Edit(RETURN, "return best.indices, weights.float(), grad.float()", DTYPE),
