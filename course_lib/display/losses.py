@@ -29,7 +29,7 @@ def losses(curves: Mapping[str, Sequence[float]], title: str, *, note: str = "")
     plain(axes, x_label="" if others else "step", y_label="loss", grid="both")
     axes.plot(range(1, len(whole) + 1), whole, color=SERIES[1], linewidth=1.6)
     for apart in below:
-        plain(apart, x_label="step", y_label=f"difference\nfrom {first}", grid="both")
+        plain(apart, x_label="step", y_label="difference", grid="both")
         apart.axhline(0, color=SERIES[1], linewidth=1.6)
         for _, curve in others:
             differences = [loss - alone for loss, alone in zip(curve, whole, strict=False)]

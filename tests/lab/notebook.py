@@ -23,7 +23,8 @@ _FURTHER = """(window, overlap) => {
     return window.scrollTop + Math.max(0, Math.min(below + 20, window.clientHeight - overlap));
 }"""
 _CUT_OFF = """outputs => outputs.flatMap(output => [output, ...output.querySelectorAll('*')])
-    .filter(part => part.scrollWidth > part.clientWidth + 1 && part.clientWidth > 0)
+    .filter(part => part.scrollWidth > part.clientWidth + 1)
+    .filter(part => part.clientWidth > 1)  // not what is for a screen reader alone
     .filter(part => !['visible', 'clip'].includes(getComputedStyle(part).overflowX))
     .map(part => part.innerText.slice(0, 80) || part.outerHTML.slice(0, 80))"""
 
