@@ -67,7 +67,7 @@ EXPERTS = Live(
     lesson="16_experts",
     question="How many ranks can share the experts before their exchange takes longer than they?",
     choices={
-        "model": (["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"], "deepseek-v3"),
+        "model": (["deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b"], "deepseek-v3"),
         "fullest": ([1.0, 1.2, 1.5, 2.0, 3.0], 1.2),
         "sends_once": True,
         "most_nodes": ([*LIMITS], "any"),
